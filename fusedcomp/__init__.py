@@ -1,0 +1,12 @@
+"""fusedcomp: data-parallel training with compressed gradients, as drop-in torch optimizers."""
+
+from fusedcomp.compressors import Identity as Identity
+from fusedcomp.compressors import TopK as TopK
+from fusedcomp.memories import MomentumCorrection as MomentumCorrection
+from fusedcomp.memories import NoMemory as NoMemory
+from fusedcomp.memories import Residual as Residual
+from fusedcomp.optim import LARS as LARS
+from fusedcomp.optim import SGD as SGD
+
+__version__ = "0.1.0"
+__all__ = ["LARS", "SGD", "Identity", "MomentumCorrection", "NoMemory", "Residual", "TopK"]

@@ -1,0 +1,36 @@
+"""Kernels or twins: CUDA tensors run the Triton kernels, CPU tensors their plain-torch twins. Nothing else chooses.
+
+``FUSEDCOMP_OPS=reference`` or ``kernels`` overrides it (CPU kernels need ``TRITON_INTERPRET=1``): for tests and to see
+whether a kernel is at fault.
+"""
+
+import os
+from types import SimpleNamespace
+
+import torch
+
+from fusedcomp.kernels import apply, compress, dense, headers, norms, refine
+from fusedcomp.kernels.reference import apply as apply_twin
+from fusedcomp.kernels.reference import compress as compress_twin
+from fusedcomp.kernels.reference import dense as dense_twin
+from fusedcomp.kernels.reference import headers as headers_twin
+from fusedcomp.kernels.reference import norms as norms_twin
+from fusedcomp.kernels.reference import refine as refine_twin
+
+_KERNELS = SimpleNamespace(apply=apply, compress=compress, dense=dense, headers=headers, norms=norms, refine=refine)
+_TWINS = SimpleNamespace(
+    apply=apply_twin,
+    compress=compress_twin,
+    dense=dense_twin,
+    headers=headers_twin,
+    norms=norms_twin,
+    refine=refine_twin,
+)
+
+
+def ops(device: torch.device) -> SimpleNamespace:
+    """The launcher modules for tensors on ``device``."""
+    chosen = os.environ.get("FUSEDCOMP_OPS") or ("kernels" if device.type == "cuda" else "reference")
+    if chosen not in ("kernels", "reference"):
+        raise ValueError(f"FUSEDCOMP_OPS must be 'kernels' or 'reference', got {chosen!r}")
+    return _KERNELS if chosen == "kernels" else _TWINS

@@ -1,0 +1,124 @@
+"""Buckets: which parameters travel together, and the flat state each group of them keeps.
+
+A bucket holds parameters of one param group and one treatment. Buckets fill and launch from the last parameter to the
+first, the order in which backward produces gradients.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomp.kernels.segments import BLOCK, Operands, Segments
+
+# The selection key has 32 bits for the index inside a bucket.
+_MOST_ELEMENTS = 1 << 32
+
+
+class Treatment(NamedTuple):
+    """What happens to a parameter; parameters of different treatment never share a bucket."""
+
+    group: int  # index of its param group
+    sparse: bool  # compressed, or all-reduced
+    trust: bool  # LARS's trust ratio applies
+    decay: bool  # weight decay applies
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters that are exchanged together, their segments and their flat, padded fp32 states."""
+
+    treatment: Treatment
+    params: list[Tensor]
+    segments: Segments
+    operands: Operands
+    states: dict[str, Tensor] = field(default_factory=dict)  # (padded,) f32; what is kept per element
+    norms: Tensor | None = None  # (2, segments) f32: LARS's last norms
+    launched: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.params[0].device
+
+    def add_state(self, name: str) -> Tensor:
+        """A new flat state of zeros."""
+        self.states[name] = torch.zeros(self.segments.padded_numel, device=self.device)
+        return self.states[name]
+
+    def views(self, position: int) -> dict[str, Tensor]:
+        """The states of one parameter: views in its shape and layout into the flat buffers."""
+        param, where = self.params[position], self.segments.slices[position]
+        views = {name: flat.as_strided(param.shape, param.stride(), where.start) for name, flat in self.states.items()}
+        if self.norms is not None:
+            views["grad_square_norm"] = self.norms[0, position]
+            views["param_square_norm"] = self.norms[1, position]
+        return views
+
+
+def is_dense_layout(tensor: Tensor) -> bool:
+    """Do the elements fill one stretch of memory without gaps or overlap, in whatever order?"""
+    expected = 1
+    for stride, size in sorted((st, sz) for sz, st in zip(tensor.shape, tensor.stride(), strict=True) if sz > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Same shape and strides, strides of size-1 dimensions aside?"""
+    return a.shape == b.shape and all(
+        sa == sb for size, sa, sb in zip(a.shape, a.stride(), b.stride(), strict=True) if size > 1
+    )
+
+
+def plan_buckets(
+    params: Sequence[tuple[Tensor, Treatment]], cap_bytes: int, per_tensor: Sequence[bool]
+) -> list[Bucket]:
+    """Split parameters, in registration order, into buckets of up to ``cap_bytes``, in launch order.
+
+    ``per_tensor[group]``: whether selection in that param group ranks inside each tensor. Zero-size parameters belong
+    to no bucket: there is nothing to do for them.
+    """
+    open_buckets: dict[Treatment, list[int]] = {}
+    closed: list[tuple[Treatment, list[int]]] = []
+    for index in reversed(range(len(params))):
+        param, treatment = params[index]
+        if param.numel() == 0:
+            continue
+        members = open_buckets.setdefault(treatment, [])
+        if members and sum(4 * params[i][0].numel() for i in members) + 4 * param.numel() > cap_bytes:
+            closed.append((treatment, open_buckets.pop(treatment)))
+            members = open_buckets.setdefault(treatment, [])
+        members.append(index)
+    closed += open_buckets.items()
+    # A bucket is complete when its earliest parameter has its gradient: launch in the order in which that happens.
+    closed.sort(key=lambda bucket: -min(bucket[1]))
+    return [_build(treatment, [params[i][0] for i in members], per_tensor) for treatment, members in closed]
+
+
+def _build(treatment: Treatment, params: list[Tensor], per_tensor: Sequence[bool]) -> Bucket:
+    numels = [p.numel() for p in params]
+    segments = Segments.build(numels, params[0].device, per_tensor=treatment.sparse and per_tensor[treatment.group])
+    if segments.padded_numel >= _MOST_ELEMENTS:
+        raise NotImplementedError(f"a bucket holds at most 2**32 elements, padded to {BLOCK}; got {sum(numels)}")
+    return Bucket(treatment, params, segments, Operands(params))
+
+
+def positions(buckets: Sequence[Bucket]) -> Iterator[tuple[Tensor, Bucket, int]]:
+    """Every parameter with its bucket and its position there."""
+    for bucket in buckets:
+        for position, param in enumerate(bucket.params):
+            yield param, bucket, position
+
+
+def copy_states(buckets: Sequence[Bucket], kept: dict[Tensor, dict[str, Any]]) -> None:
+    """Take over states kept per parameter, whatever buckets they came from; what is missing stays zero."""
+    for param, bucket, position in positions(buckets):
+        for name, view in bucket.views(position).items():
+            value = kept.get(param, {}).get(name)
+            if value is not None:
+                view.copy_(value)

@@ -1,0 +1,87 @@
+"""Checkpoints: optimizer state as plain data and tensors, and what a rank may take from another rank's file."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusedcomp.collectives import Group
+from fusedcomp.compressors import Identity, TopK
+from fusedcomp.compressors import encode as encode_record
+from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
+
+CHECKPOINT_VERSION = 1
+_RECORDS = {record.__name__: record for record in (TopK, Identity, MomentumCorrection, Residual, NoMemory)}
+
+
+def encode(state_dict: dict[str, Any], group: Group, step: int) -> dict[str, Any]:
+    """Records become dicts; rank, world size and step are noted in every param group."""
+    origin = {"version": CHECKPOINT_VERSION, "rank": group.rank, "world_size": group.world_size, "step": step}
+    for packed in state_dict["param_groups"]:
+        packed["compressor"] = encode_record(packed["compressor"])
+        packed["memory"] = encode_record(packed["memory"])
+        packed["fusedcomp"] = dict(origin)
+    return state_dict
+
+
+def decode(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], group: Group
+) -> tuple[dict[str, Any], int, bool]:
+    """Back to what torch loads; the step; and whether the residual in the file is this rank's own.
+
+    A checkpoint without our marks is a torch.optim one: what it lacks is taken from the current param groups.
+    """
+    saved = [dict(packed) for packed in state_dict["param_groups"]]
+    origins = [packed.pop("fusedcomp", None) for packed in saved]
+    for packed, current in zip(saved, groups, strict=False):
+        for key, value in current.items():
+            if key not in ("params", "param_names"):
+                packed.setdefault(key, value)
+        for key in ("compressor", "memory"):
+            packed[key] = _record(packed[key])
+        for key in set(packed) - set(current) - {"params", "param_names"}:  # dampening, foreach, ... of torch's SGD
+            del packed[key]
+    origin = origins[0] if origins and origins[0] else None
+    if origin is None:
+        return {**state_dict, "param_groups": saved}, 0, True
+    if origin["version"] > CHECKPOINT_VERSION:
+        raise ValueError(
+            f"the checkpoint has format version {origin['version']}, this fusedcomp reads up to {CHECKPOINT_VERSION}"
+        )
+    own = (origin["rank"], origin["world_size"]) == (group.rank, group.world_size)
+    if not own:
+        warnings.warn(
+            f"this state_dict was saved by rank {origin['rank']} of {origin['world_size']}, and this is rank "
+            f"{group.rank} of {group.world_size}: its residual (gradient not sent yet) is not this rank's and is "
+            "zeroed here. Save and load on every rank: "
+            "torch.save(optimizer.state_dict(), f'optimizer-rank{dist.get_rank()}.pt')",
+            stacklevel=3,
+        )
+    return {**state_dict, "param_groups": saved}, int(origin["step"]), own
+
+
+def _record(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    fields = dict(value)
+    name = fields.pop("name", None)
+    if name not in _RECORDS:
+        raise ValueError(f"the checkpoint names an unknown record {name!r}; known are {sorted(_RECORDS)}")
+    return _RECORDS[name](**fields)
+
+
+def adopt(loaded: Mapping[Tensor, Mapping[str, Any]], keep_residual: bool) -> dict[Tensor, dict[str, Any]]:
+    """Loaded per-parameter states as this optimizer keeps them.
+
+    torch's momentum_buffer and our velocity stand in for each other: summed over ranks they mean the same.
+    """
+    kept = {}
+    for param, state in loaded.items():
+        states = {name: value for name, value in state.items() if keep_residual or name != "residual"}
+        if states.get("momentum_buffer") is not None:
+            states.setdefault("velocity", states["momentum_buffer"])
+        elif states.get("velocity") is not None:
+            states.setdefault("momentum_buffer", states["velocity"])
+        kept[param] = states
+    return kept

@@ -1,0 +1,104 @@
+"""Checks at construction: the argument, the rule, the value; and what must be equal on all ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomp.buckets import is_dense_layout
+from fusedcomp.compressors import Identity, TopK
+from fusedcomp.kernels.headers import FORMAT_VERSION
+from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
+
+# torch.optim.SGD's arguments that have no meaning here, with the values that ask for nothing.
+_TORCH_ONLY = {
+    "dampening": (0, 0.0, "it is not part of momentum correction"),
+    "foreach": (None, False, "every bucket is already one launch"),
+    "fused": (None, False, "the step is always fused"),
+    "differentiable": (False, False, "the step is not recorded by autograd"),
+}
+
+
+def torch_only(given: Mapping[str, Any], name: str) -> None:
+    """Refuse arguments of torch.optim.SGD that cannot be honoured."""
+    for argument, value in given.items():
+        if argument not in _TORCH_ONLY:
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
+        *neutral, reason = _TORCH_ONLY[argument]
+        if value not in neutral:
+            raise ValueError(f"{name} does not take {argument}={value!r}: {reason}; leave it out")
+
+
+def positive(argument: str, value: Any) -> None:
+    """Refuse what is not a number above 0."""
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{argument} must be > 0, got {value!r}")
+
+
+def group(group: Mapping[str, Any], name: str) -> None:
+    """Check the numbers and records of one param group."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"{name}: a tensor lr must have one element, got shape {tuple(lr.shape)}")
+    elif not isinstance(lr, (int, float)) or not lr >= 0:
+        raise ValueError(f"{name}: lr must be >= 0, got {lr!r}")
+    if not 0.0 <= group["momentum"] < 1.0:
+        raise ValueError(f"{name}: momentum must be in [0, 1), got {group['momentum']!r}")
+    for argument in ("weight_decay", "eps"):
+        if not group.get(argument, 0.0) >= 0.0:
+            raise ValueError(f"{name}: {argument} must be >= 0, got {group[argument]!r}")
+    if "trust_coefficient" in group:
+        positive(f"{name}: trust_coefficient", group["trust_coefficient"])
+    if group["nesterov"] and group["momentum"] <= 0:
+        raise ValueError(f"{name}: nesterov=True needs momentum > 0, got {group['momentum']!r}")
+    if not isinstance(group["compressor"], (TopK, Identity)):
+        raise TypeError(f"{name}: compressor must be TopK(...) or Identity(), got {group['compressor']!r}")
+    if not isinstance(group["memory"], (MomentumCorrection, Residual, NoMemory)):
+        raise TypeError(
+            f"{name}: memory must be MomentumCorrection(), Residual() or NoMemory(), got {group['memory']!r}"
+        )
+
+
+def parameters(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
+    """Refuse parameters that the kernels cannot take, by name."""
+    for param in params:
+        which = f"parameter {name(param)}"
+        if hasattr(param, "device_mesh"):
+            raise NotImplementedError(f"{which} is a DTensor; sharded parameters are not supported")
+        if param.layout != torch.strided:
+            raise NotImplementedError(f"{which} has layout {param.layout}; only strided parameters are supported")
+        if param.dtype != torch.float32:
+            hint = "autocast keeps parameters in fp32" if param.dtype in (torch.bfloat16, torch.float16) else ""
+            raise NotImplementedError(f"{which} is {param.dtype}; only torch.float32 is supported. {hint}".rstrip(". "))
+        if param.device.type not in ("cuda", "cpu"):
+            raise NotImplementedError(f"{which} is on {param.device}; only cuda and cpu are supported")
+        if param.device != params[0].device:
+            raise NotImplementedError(
+                f"{which} is on {param.device}, parameter {name(params[0])} on {params[0].device}; one optimizer "
+                "serves one device: build one for each"
+            )
+        if not is_dense_layout(param):
+            raise NotImplementedError(
+                f"{which} has gaps or overlaps in memory (shape {tuple(param.shape)}, stride {param.stride()}); use "
+                "param.contiguous()"
+            )
+
+
+def fingerprint(
+    optimizer: str, groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], name: Callable[[Tensor], str]
+) -> dict[str, str]:
+    """Everything that must be equal on all ranks, by field name."""
+    fields = {"optimizer": optimizer, "format version": str(FORMAT_VERSION)}
+    fields |= {key: str(value) for key, value in settings.items()}
+    fields["number of param groups"] = str(len(groups))
+    for g, group in enumerate(groups):
+        fields[f"number of parameters of group {g}"] = str(len(group["params"]))
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                fields[f"{key} of group {g}"] = str(float(value)) if isinstance(value, Tensor) else repr(value)
+        for param in group["params"]:
+            strides = [s for s, n in zip(param.stride(), param.shape, strict=True) if n > 1]
+            fields[f"layout of parameter {name(param)}"] = f"{tuple(param.shape)}, strides {strides}"
+    return fields

@@ -1,0 +1,67 @@
+"""Collectives: how payloads travel. A group of ranks, of one where torch.distributed is not initialised."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Group:
+    """The ranks that exchange: ``process_group``, the default group, or this process alone.
+
+    A group of one moves nothing: gathering copies, reducing is the identity.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.process_group = process_group
+        self.distributed = dist.is_available() and dist.is_initialized()
+        if process_group is not None and not self.distributed:
+            raise ValueError("process_group was given, but torch.distributed is not initialised")
+        self.world_size: int = dist.get_world_size(process_group) if self.distributed else 1
+        self.rank: int = dist.get_rank(process_group) if self.distributed else 0
+        if self.rank < 0:
+            raise ValueError("this process is not a member of process_group")
+
+    def all_gather(self, out: Tensor, own: Tensor) -> Any:
+        """Start gathering ``own`` (nbytes,) of all ranks into ``out`` (world, nbytes); the work, or None when done."""
+        if self.world_size == 1:
+            out[0].copy_(own)
+            return None
+        # torch 2.13 calls it all_gather_single and deprecates the old name; 2.11 has only that.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(out.view(-1), own, group=self.process_group, async_op=True)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        """Start summing ``tensor`` over ranks in place; the work, or None when done."""
+        if self.world_size == 1:
+            return None
+        return dist.all_reduce(tensor, group=self.process_group, async_op=True)
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Give every rank the values of the group's rank 0."""
+        if self.world_size == 1:
+            return
+        source = 0 if self.process_group is None else dist.get_global_rank(self.process_group, 0)
+        for tensor in tensors:
+            dist.broadcast(tensor, source, group=self.process_group)
+
+    def agree(self, settings: Mapping[str, str], device: torch.device) -> None:
+        """Compare ``settings`` over ranks; all ranks raise alike, naming the first field that differs.
+
+        Raises:
+            ValueError: a field differs between rank 0 and another rank.
+        """
+        if self.world_size == 1:
+            return
+        everyone: list[Mapping[str, str]] = [{}] * self.world_size
+        with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL gathers objects on the current device
+            dist.all_gather_object(everyone, dict(settings), group=self.process_group)
+        for rank, other in enumerate(everyone):
+            for field in [*everyone[0], *(f for f in other if f not in everyone[0])]:
+                mine, theirs = everyone[0].get(field, "nothing"), other.get(field, "nothing")
+                if mine != theirs:
+                    raise ValueError(
+                        f"ranks were given different optimizers: {field} is {mine} on rank 0, {theirs} on rank {rank}"
+                    )

@@ -1,0 +1,42 @@
+"""Memories: what is kept of the entries that were not sent, and how the gradient accumulates in it.
+
+MomentumCorrection  velocity <- momentum * velocity + gradient;  residual <- residual + velocity
+Residual            residual <- residual + gradient; momentum after the exchange
+NoMemory            what is not sent is lost
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MomentumCorrection:
+    """Accumulate the local velocity, so that a delayed entry carries the momentum it would have had (DGC, section 3.1).
+
+    Args:
+        masking: zero the velocity of entries that were sent (DGC, section 3.2). Off, density 1 is torch's SGD.
+    """
+
+    masking: bool = True
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Plain error feedback (Karimireddy et al., ICML 2019): the gradient accumulates, momentum follows the exchange.
+
+    With momentum the update is a dense pass over all parameters, not work proportional to what was sent.
+    """
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """No error feedback: entries that are not sent are dropped. Biased; for comparison."""
+
+
+Memory = MomentumCorrection | Residual | NoMemory
+
+
+def accumulation(memory: Memory, nesterov: bool) -> str:
+    """The name of the kernels' accumulate function."""
+    if isinstance(memory, MomentumCorrection):
+        return "nesterov" if nesterov else "momentum"
+    return "residual" if isinstance(memory, Residual) else "none"

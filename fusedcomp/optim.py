@@ -1,0 +1,160 @@
+"""The optimizers: SGD and LARS with the gradient exchange inside. No DistributedDataParallel wrapper.
+
+optimizer = fusedcomp.SGD(model.parameters(), lr=0.1, momentum=0.9, compressor=fusedcomp.TopK(density=0.001))
+loss.backward()     # buckets are compressed and sent while backward runs
+optimizer.step()    # wait, then apply what all ranks sent
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedcomp import checks
+from fusedcomp.compressors import Compressor
+from fusedcomp.memories import Memory
+from fusedcomp.optimizer import CompressedOptimizer
+
+
+class SGD(CompressedOptimizer):
+    """torch.optim.SGD whose gradients are compressed and averaged over ranks while backward runs.
+
+    With ``TopK`` and momentum it is Deep Gradient Compression (Lin et al., ICLR 2018, algorithm 1): per rank and
+    parameter
+
+        gradient <- gradient + weight_decay * param
+        velocity <- momentum * velocity + gradient
+        residual <- residual + velocity
+        send the k largest |residual|; residual, velocity <- 0 there
+        param    <- param - lr * mean over ranks of what was sent
+
+    With ``Identity`` (the default) it is torch.optim.SGD on averaged gradients. Parameters of one dimension and of
+    fewer than 2048 elements are never compressed.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or dicts of param groups. fp32, dense, on one device.
+        lr: learning rate, a float or a tensor.
+        momentum: momentum factor, in [0, 1).
+        weight_decay: L2 penalty, >= 0.
+        nesterov: Nesterov momentum; needs momentum > 0.
+        maximize: maximise the objective.
+        compressor: what is sent: ``TopK(...)`` or ``Identity()``. May differ between param groups.
+        memory: what is kept of the rest: ``MomentumCorrection()`` where momentum > 0, else ``Residual()``;
+            ``NoMemory()``.
+        process_group: the ranks that exchange; None: the default group, or this process alone.
+        overlap: exchange during backward. Off, everything happens in ``step()``, and gradients may be changed before.
+        bucket_cap_mb: megabytes of parameters per bucket.
+
+    Raises:
+        ValueError: an argument is out of range, or differs between ranks (the message names the field).
+        NotImplementedError: parameters of a kind that is not supported (the message names the parameter).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        compressor: Compressor | None = None,
+        memory: Memory | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        overlap: bool = True,
+        bucket_cap_mb: float = 25.0,
+        _always_sparse: bool = False,
+        **torch_only: Any,
+    ) -> None:
+        checks.torch_only({"dampening": dampening, **torch_only}, "SGD")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "compressor": compressor,
+            "memory": memory,
+        }
+        super().__init__(
+            params, defaults, process_group=process_group, overlap=overlap, bucket_cap_mb=bucket_cap_mb,
+            always_sparse=_always_sparse,
+        )  # fmt: skip
+
+
+class LARS(CompressedOptimizer):
+    """SGD with layer-wise trust ratios (You, Gitman, Ginsburg 2017, eq. 6), compressed as ``SGD`` is.
+
+        trust    = trust_coefficient * |param| / (|gradient| + weight_decay * |param| + eps),  1 where a norm is 0
+        gradient <- trust * (gradient + weight_decay * param)
+        velocity <- momentum * velocity + gradient;  param <- param - lr * velocity
+
+    Uncompressed parameters use the norm of the mean gradient, as published. Compressed ones have the ratio inside the
+    one pass, from the last step's norms: the root mean square over ranks of the local gradient norms, which is 1.2 to
+    3 times the norm of the mean at 4 to 64 ranks. The trust coefficient is therefore relative to the batch per rank.
+    A parameter without a norm yet uses its own rank's norm of that step.
+
+    Args:
+        params: as for ``SGD``.
+        lr: learning rate.
+        momentum: momentum factor, in [0, 1).
+        weight_decay: inside the trust ratio, as published.
+        nesterov: Nesterov momentum.
+        trust_coefficient: LARS's eta, > 0.
+        eps: added to the denominator, >= 0.
+        exclude_1d_from_trust: biases and norm layers keep a ratio of 1.
+        exclude_1d_from_decay: biases and norm layers do not decay.
+        maximize: maximise the objective.
+        compressor: as for ``SGD``.
+        memory: as for ``SGD``.
+        process_group: as for ``SGD``.
+        overlap: as for ``SGD``.
+        bucket_cap_mb: as for ``SGD``.
+
+    Raises:
+        ValueError: an argument is out of range, or differs between ranks (the message names the field).
+        NotImplementedError: parameters of a kind that is not supported (the message names the parameter).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        trust_coefficient: float = 1e-3,
+        eps: float = 1e-8,
+        exclude_1d_from_trust: bool = True,
+        exclude_1d_from_decay: bool = True,
+        maximize: bool = False,
+        compressor: Compressor | None = None,
+        memory: Memory | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        overlap: bool = True,
+        bucket_cap_mb: float = 25.0,
+        _always_sparse: bool = False,
+        **torch_only: Any,
+    ) -> None:
+        checks.torch_only({"dampening": dampening, **torch_only}, "LARS")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "exclude_1d_from_trust": exclude_1d_from_trust,
+            "exclude_1d_from_decay": exclude_1d_from_decay,
+            "maximize": maximize,
+            "compressor": compressor,
+            "memory": memory,
+        }
+        super().__init__(
+            params, defaults, process_group=process_group, overlap=overlap, bucket_cap_mb=bucket_cap_mb,
+            always_sparse=_always_sparse,
+        )  # fmt: skip

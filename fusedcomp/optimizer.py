@@ -1,0 +1,366 @@
+"""The optimizers: SGD and LARS with the gradient exchange inside. No DistributedDataParallel wrapper.
+
+optimizer = fusedcomp.SGD(model.parameters(), lr=0.1, momentum=0.9, compressor=fusedcomp.TopK(density=0.001))
+loss.backward()     # buckets are compressed and sent while backward runs
+optimizer.step()    # wait, then apply what all ranks sent
+"""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedcomp import checkpoint, checks
+from fusedcomp.buckets import Treatment, copy_states, plan_buckets, positions
+from fusedcomp.collectives import Group
+from fusedcomp.compressors import Identity, TopK
+from fusedcomp.kernels.segments import BLOCK
+from fusedcomp.memories import MomentumCorrection, Residual
+from fusedcomp.overlap import Backward
+from fusedcomp.pipeline import DenseExchange, Exchange, Hyper, SparseExchange
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an optimizer is built with besides its param groups."""
+
+    process_group: dist.ProcessGroup | None
+    overlap: bool
+    bucket_cap_mb: float
+    always_sparse: bool  # tests: compress every parameter, and never go dense
+
+
+class CompressedOptimizer(torch.optim.Optimizer):
+    """What SGD and LARS share: param groups, buckets, the step, checkpoints."""
+
+    _backward: Backward
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        process_group: dist.ProcessGroup | None,
+        overlap: bool,
+        bucket_cap_mb: float,
+        always_sparse: bool,
+    ) -> None:
+        checks.positive("bucket_cap_mb", bucket_cap_mb)
+        self._settings = Settings(process_group, bool(overlap), float(bucket_cap_mb), always_sparse)
+        self._ready = False
+        self._step = 0
+        self._group = Group(process_group)
+        super().__init__(params, defaults)
+        self._agree_and_broadcast(self.param_groups)
+        self._build({})
+        self._ready = True
+
+    # ---- construction ------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; on several ranks all must call it alike. Their values are broadcast from rank 0."""
+        if self._ready:
+            self._refuse_if_launched("add_param_group()")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._resolve(group)
+            checks.group(group, type(self).__name__)
+            checks.parameters([p for g in self.param_groups for p in g["params"]], self._name)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        if self._ready:
+            self._agree_and_broadcast([group])
+            self._build(dict(self.state))
+
+    def _resolve(self, group: dict[str, Any]) -> None:
+        """Fill in what depends on other choices."""
+        if group["compressor"] is None:
+            group["compressor"] = Identity()
+        if group["memory"] is None:
+            group["memory"] = MomentumCorrection() if group["momentum"] > 0 else Residual()
+
+    def _agree_and_broadcast(self, groups: Sequence[dict[str, Any]]) -> None:
+        params = [p for group in groups for p in group["params"]]
+        if not params:
+            return
+        device = params[0].device
+        settings = dataclasses.asdict(dataclasses.replace(self._settings, process_group=None))
+        self._group.agree(checks.fingerprint(type(self).__name__, groups, settings, self._name), device)
+        self._group.broadcast([p.detach() for p in params if p.numel() > 0])
+
+    def _treatment(self, index: int, param: Tensor) -> Treatment:
+        group = self.param_groups[index]
+        is_vector = param.ndim <= 1
+        always = self._settings.always_sparse
+        large_enough = always or (not is_vector and param.numel() >= BLOCK)
+        return Treatment(
+            group=index,
+            sparse=isinstance(group["compressor"], TopK) and large_enough,
+            trust="trust_coefficient" in group and not (is_vector and group["exclude_1d_from_trust"]),
+            decay=not (is_vector and group.get("exclude_1d_from_decay", False)),
+        )
+
+    def _build(self, kept: dict[Tensor, dict[str, Any]]) -> None:
+        """Plan the buckets anew, taking over per-parameter states; hooks, buffers and views follow."""
+        if hasattr(self, "_backward"):
+            self._backward.remove_hooks()
+        params = [(p, self._treatment(i, p)) for i, g in enumerate(self.param_groups) for p in g["params"]]
+        scopes = [getattr(g["compressor"], "scope", "bucket") == "tensor" for g in self.param_groups]
+        self._buckets = plan_buckets(params, int(self._settings.bucket_cap_mb * 2**20), scopes)
+        device = self._buckets[0].device if self._buckets else torch.device("cpu")
+        self._status = torch.zeros(2, dtype=torch.int32, device=device)
+        self._seen_status = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._lr = [torch.zeros(1, device=device) for _ in self.param_groups]
+        self._lr_sent: list[float | None] = [None] * len(self.param_groups)
+        self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
+        self._exchanges = [self._exchange(bucket.treatment, bucket) for bucket in self._buckets]
+        copy_states(self._buckets, kept)
+        self.state.clear()
+        for param, bucket, position in positions(self._buckets):
+            self.state[param] = bucket.views(position)
+        self._backward = Backward(self._buckets, self._launch, self._fail, self._name, overlap=self._settings.overlap)
+
+    def _exchange(self, treatment: Treatment, bucket: Any) -> Exchange:
+        group = self.param_groups[treatment.group]
+        with_momentum = self._with_momentum[treatment.group]
+        if not treatment.sparse:
+            return DenseExchange(bucket, self._group, self._status, with_momentum)
+        return SparseExchange(
+            bucket, self._group, self._status, group["compressor"], group["memory"], with_momentum,
+            self._settings.always_sparse, self._step,
+        )  # fmt: skip
+
+    def _name(self, param: Tensor) -> str:
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p is param:
+                    names = group.get("param_names")
+                    return repr(names[i]) if names else f"{i} of group {g}, shape {tuple(param.shape)},"
+        return f"of shape {tuple(param.shape)}"
+
+    # ---- the step ----------------------------------------------------------------------------------------------
+
+    def _hyper(self, index: int) -> Hyper:
+        group = self.param_groups[index]
+        if group["momentum"] > 0 and not self._with_momentum[index]:
+            raise RuntimeError(
+                f"momentum of group {index} was 0 when the optimizer was built and is {group['momentum']} now; build "
+                "it with a momentum > 0 to change it later"
+            )
+        return Hyper(
+            lr=self._lr[index],
+            momentum=float(group["momentum"]),
+            nesterov=group["nesterov"],
+            weight_decay=float(group["weight_decay"]),
+            maximize=group["maximize"],
+            trust_coefficient=group.get("trust_coefficient", 0.0),
+            eps=group.get("eps", 0.0),
+        )
+
+    def _mirror_lr(self) -> None:
+        """Keep lr as the user gave it and its value in a device scalar; a host number travels as a launch argument."""
+        for index, group in enumerate(self.param_groups):
+            lr, mirror = group["lr"], self._lr[index]
+            if isinstance(lr, Tensor) and lr.is_cuda:
+                mirror.copy_(lr.reshape(1))
+            elif self._lr_sent[index] != float(lr):
+                self._lr_sent[index] = float(lr)
+                mirror.fill_(float(lr))
+
+    def _launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        self._exchanges[index].launch(grads, self._hyper(self._buckets[index].treatment.group), self._step)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish the exchange and update the parameters.
+
+        Args:
+            closure: reevaluates the model and returns the loss (runs with gradients enabled).
+
+        Raises:
+            RuntimeError: gradients were changed since backward (see ``overlap.py``), or another rank failed.
+        """
+        self._raise_if_peer_failed()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._backward.check_untouched()
+        while self._backward.next < len(self._buckets):
+            self._backward.launch_next()
+        self._finish()
+        self._raise_if_peer_failed()
+        return loss
+
+    def _finish(self) -> None:
+        """Wait for all buckets, apply them, be ready for the next step."""
+        self._mirror_lr()
+        if self._backward.side is not None:
+            torch.cuda.current_stream(self._backward.side.device).wait_stream(self._backward.side)
+        for exchange in self._exchanges:
+            self._wait(exchange)
+        for exchange in self._exchanges:  # no bucket is applied before all are here
+            exchange.apply(self._hyper(exchange.bucket.treatment.group))
+        self._seen_status.copy_(self._status, non_blocking=True)
+        self._step += 1
+        self._backward.reset()
+
+    def _wait(self, exchange: Exchange) -> None:
+        try:
+            exchange.wait()
+        except RuntimeError as error:
+            names = ", ".join(self._name(p) for p in exchange.bucket.params[:8])
+            raise RuntimeError(
+                f"the exchange of the bucket with parameters {names} failed in step {self._step}: a rank is gone, or "
+                f"did not reach step() within the process group's timeout ({error})"
+            ) from error
+
+    @torch.no_grad()
+    def _fail(self, message: str) -> None:
+        """Finish the step with empty payloads for what was not launched, so that no peer waits; then raise."""
+        for exchange in self._exchanges[self._backward.next :]:
+            exchange.launch_nothing(self._step)
+        self._finish()
+        self._status[1] = 0  # the peers raise because of us; we raise here
+        self._seen_status.zero_()
+        raise RuntimeError(message)
+
+    def _raise_if_peer_failed(self) -> None:
+        """On CPU at once; on CUDA as soon as the copy of the status has arrived, without waiting for it."""
+        if self._seen_status[1] == 0:
+            return
+        self._status[1] = 0
+        self._seen_status[1] = 0
+        raise RuntimeError(
+            "another rank failed during the exchange; its own error says why. What had been sent was applied on all "
+            "ranks alike"
+        )
+
+    def _refuse_if_launched(self, what: str) -> None:
+        if self._backward.started:
+            self._fail(
+                f"{what} was called between backward() and step(), when gradients had already been sent; call step() "
+                "first, or accumulate inside optimizer.no_sync()"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's.
+
+        Raises:
+            RuntimeError: between backward and step, when gradients have already been sent.
+        """
+        if self._ready:
+            self._refuse_if_launched("zero_grad()")
+            self._backward.reset()
+        super().zero_grad(set_to_none)
+
+    # torch's GradScaler hands an optimizer that says so its scale, instead of skipping steps by itself.
+    _step_supports_amp_scaling = True
+
+    @property
+    def grad_scale(self) -> None:
+        """Never set; see the setter."""
+        raise AttributeError("grad_scale")
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        """Refuse torch's GradScaler: it sets its scale after gradients were sent, and judges inf rank by rank."""
+        self._fail(
+            "torch.amp.GradScaler cannot drive this optimizer: gradients are sent during backward, before it would "
+            "unscale_ them, and it would skip steps on one rank only. Use bfloat16 autocast, which needs no scaler"
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without sending them, for all but the last backward of a step."""
+        with self._backward.paused():
+            yield
+
+    def metrics(self) -> dict[str, Tensor]:
+        """What the last step did, as tensors on the parameters' device; asks the device for nothing.
+
+        Returns:
+            ``bytes_dense`` and ``bytes_sent``: handed to the collectives by this rank, for an fp32 all-reduce and by
+            this optimizer. ``nnz``: entries packed by this rank. ``overflow``: candidates beyond the buffer, kept in
+            the residual. ``threshold``: the least magnitude sent, per sparse bucket (and tensor). ``residual_norm``:
+            L2 norm of everything not sent yet on this rank. ``nonfinite``: buckets that had a NaN or inf so far.
+        """
+        device = self._status.device
+        sparse = [e for e in self._exchanges if isinstance(e, SparseExchange)]
+        parts = [e.metrics() for e in sparse]
+        zero = torch.zeros((), device=device)
+
+        def total(name: str) -> Tensor:
+            return torch.stack([p[name] for p in parts]).sum(0) if parts else zero
+
+        dense = sum(4 * b.segments.numel for b in self._buckets)
+        return {
+            "bytes_dense": torch.full((), dense, dtype=torch.int64, device=device),
+            "bytes_sent": torch.full((), sum(e.nbytes for e in self._exchanges), dtype=torch.int64, device=device),
+            "nnz": total("nnz"),
+            "overflow": total("overflow"),
+            "threshold": torch.cat([p["threshold"] for p in parts]) if parts else zero.view(1)[:0],
+            "residual_norm": total("residual_square_norm").sqrt(),
+            "nonfinite": self._status[0].clone(),
+        }
+
+    # ---- checkpoints, copies -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; plain data and tensors. Rank-local: save it on every rank.
+
+        Residual and velocity of this rank are its own; the dict records rank, world size and step.
+        """
+        return checkpoint.encode(super().state_dict(), self._group, self._step)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` of the same rank gave; also a torch.optim.SGD checkpoint.
+
+        A file of another rank (a rank-0-only checkpoint) keeps everything but the residual, which is that rank's own
+        unsent gradient: it is zeroed here, with a warning.
+
+        Raises:
+            ValueError: other param groups, or a format this version does not know.
+        """
+        self._refuse_if_launched("load_state_dict()")
+        decoded, step, own = checkpoint.decode(state_dict, self.param_groups, self._group)
+        super().load_state_dict(decoded)
+        self._step = step
+        for group in self.param_groups:
+            self._resolve(group)
+        self._build(checkpoint.adopt(dict(self.state), keep_residual=own))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings, "_step": self._step}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_settings" not in state:  # load_state_dict(): it rebuilds by itself
+            return
+        self._ready = False
+        self._group = Group(self._settings.process_group)
+        self._build(dict(self.state))
+        self._ready = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedOptimizer":
+        group = self._settings.process_group
+        memo[id(group)] = group
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._settings.process_group is not None:
+            raise TypeError(
+                "an optimizer with a process_group of its own cannot be pickled; save its state_dict() instead"
+            )
+        return super().__reduce_ex__(protocol)

@@ -1,0 +1,412 @@
+"""The pipeline: what happens to a bucket, in order. Nothing here asks the device for a value.
+
+    sparse bucket   launch:  [sample -> compress -> refine -> pack] -> payload -> all_gather
+                    apply:   headers -> parameters, in rank order
+    dense bucket    launch:  pack -> all_reduce
+                    apply:   (norms ->) fused update
+
+``launch`` runs on the caller's current stream, during backward; ``apply`` on the main stream, in ``step()``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomp._dispatch import ops
+from fusedcomp.buckets import Bucket
+from fusedcomp.collectives import Group
+from fusedcomp.compressors import TopK, num_samples, plan_selection
+from fusedcomp.kernels.compress import STAGE
+from fusedcomp.kernels.segments import Operands, Segments
+from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
+from fusedcomp.wire import PayloadLayout, dense_is_cheaper, dense_numel
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The numbers of a param group at this step."""
+
+    lr: Tensor  # f32 (1,) on the device
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    maximize: bool
+    trust_coefficient: float = 0.0
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A flat buffer that is summed over ranks (wire.py), and views into it."""
+
+    whole: Tensor
+    values: Tensor  # f32 (numel,)
+    trailer: Tensor  # f32 (segments + 2,)
+    norms: Tensor  # f32 (2 * segments,) or (0,)
+    as_grads: Operands  # gradients: the segments of ``values``; parameters: the bucket's
+    as_params: Operands  # parameters: the segments of ``values``
+
+    @staticmethod
+    def allocate(bucket: Bucket, with_norms: bool) -> "Reduced":
+        """A zeroed buffer for one bucket."""
+        segments = bucket.segments
+        count = len(segments.numels)
+        whole = torch.zeros(dense_numel(count, segments.numel, with_norms), device=bucket.device)
+        values, trailer, norms = whole.split([segments.numel, count + 2, len(whole) - segments.numel - count - 2])
+        views = [values[where] for where in segments.compact_slices]
+        as_grads, as_params = Operands(bucket.params), Operands(views)
+        as_grads.update(views)
+        as_params.update([None] * count)
+        return Reduced(whole, values, trailer, norms, as_grads, as_params)
+
+    def gradients(self) -> Operands:
+        """The sums as gradients beside the parameters, wherever those are by now."""
+        self.as_grads.update(self.as_grads.grads)
+        return self.as_grads
+
+
+class _Exchange:
+    """What sparse and dense buckets share: the summed buffer, presence, status, trust ratios, the pending work."""
+
+    def __init__(self, bucket: Bucket, group: Group, status: Tensor) -> None:
+        self.bucket, self.group, self.status = bucket, group, status
+        self.ops = ops(bucket.device)
+        count, device = len(bucket.segments.numels), bucket.device
+        self.present = torch.zeros(count, dtype=torch.int32, device=device)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self.trust = self.partials = self.local_norms = None
+        if bucket.treatment.trust:
+            self.trust = torch.ones(count, device=device)
+            self.partials = torch.zeros((bucket.segments.num_blocks, 2), device=device)
+            self.local_norms = torch.zeros((2, count), device=device)
+        self.work: Any = None
+        self.nbytes = 0  # handed to the collective in this step
+
+    def reduce(self, reduced: Reduced, failed: bool) -> None:
+        """Fill in the trailer and start the sum over ranks."""
+        self.ops.headers.write_trailer(self.bucket.operands, self.flag, reduced.trailer, failed=failed)
+        self.work = self.group.all_reduce(reduced.whole)
+        self.nbytes = reduced.whole.nbytes
+
+    def wait(self) -> None:
+        """Make the current stream (on CPU: the host) wait for the exchange."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def weight_decay(self, hyper: Hyper) -> float:
+        """The group's, or 0 for a bucket that does not decay."""
+        return hyper.weight_decay if self.bucket.treatment.decay else 0.0
+
+
+class DenseExchange(_Exchange):
+    """Never compressed: the mean gradient is all-reduced, the update is torch's (or LARS's), fused."""
+
+    def __init__(self, bucket: Bucket, group: Group, status: Tensor, with_momentum: bool) -> None:
+        super().__init__(bucket, group, status)
+        if with_momentum:
+            bucket.add_state("momentum_buffer")
+        self.reduced = Reduced.allocate(bucket, with_norms=False)
+
+    def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
+        """Start the exchange of these gradients, on the current stream."""
+        self.bucket.operands.update(grads)
+        # Divided before the sum, as torch's hooks do.
+        scale = (-1.0 if hyper.maximize else 1.0) / self.group.world_size
+        self.ops.dense.pack_dense(
+            self.bucket.segments, self.bucket.operands, self.reduced.values, self.flag, grad_scale=scale
+        )
+        self.reduce(self.reduced, failed=False)
+
+    def launch_nothing(self, step: int) -> None:
+        """Take part in the exchange with zeros, as a rank that failed."""
+        self.bucket.operands.update([None] * len(self.bucket.params))
+        self.reduced.whole.zero_()
+        self.reduce(self.reduced, failed=True)
+
+    def apply(self, hyper: Hyper) -> None:
+        """Take in what arrived: headers, then parameters."""
+        segments, operands = self.bucket.segments, self.reduced.gradients()
+        self.ops.headers.read_trailer(self.reduced.trailer, self.status, self.present)
+        decay = self.weight_decay(hyper)
+        if self.trust is not None:
+            self.ops.norms.block_norms(segments, operands, None, self.partials)
+            self.ops.norms.reduce_norms(segments, self.partials, self.local_norms)
+            self.ops.norms.trust_ratios(
+                self.local_norms, None, self.trust,
+                coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps,
+            )  # fmt: skip
+        self.ops.dense.update_dense(
+            segments, operands, self.present, self.trust, hyper.lr,
+            self.bucket.states.get("momentum_buffer"), inverse_world=1.0, weight_decay=decay,
+            momentum=hyper.momentum, nesterov=hyper.nesterov,
+        )  # fmt: skip
+
+
+@dataclass
+class _Buffers:
+    """What depends on k: made anew when the density changes."""
+
+    layout: PayloadLayout
+    ranks: Tensor  # i64 (scopes,)
+    sample_ranks: Tensor  # i64 (scopes,)
+    keys: Tensor  # i64 (capacity,)
+    indices: Tensor  # i64 (capacity,)
+    own: Tensor  # u8 (nbytes,)
+    received: Tensor  # u8 (world, nbytes)
+
+
+class SparseExchange(_Exchange):
+    """Compressed: one pass, one payload, one gather; a dense step where that is cheaper."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Group,
+        status: Tensor,
+        compressor: TopK,
+        memory: Memory,
+        with_momentum: bool,
+        always_sparse: bool,
+        step: int,
+    ) -> None:
+        super().__init__(bucket, group, status)
+        self.compressor, self.memory, self.always_sparse = compressor, memory, always_sparse
+        segments, device = bucket.segments, bucket.device
+        if bucket.treatment.trust:
+            bucket.norms = torch.zeros((2, len(segments.numels)), device=device)
+        # Without memory the residual is scratch, no state: written by the pass, read by refine.
+        keeps = not isinstance(memory, NoMemory)
+        self.residual = bucket.add_state("residual") if keeps else torch.zeros(segments.padded_numel, device=device)
+        self.velocity = bucket.add_state("velocity") if isinstance(memory, MomentumCorrection) else None
+        if with_momentum and self.velocity is None:
+            bucket.add_state("momentum_buffer")
+        self.masked = self.velocity if isinstance(memory, MomentumCorrection) and memory.masking else None
+        self.seed = torch.full((1,), step, dtype=torch.int32, device=device)  # this bucket's step, kept by the device
+        self.thresholds = torch.zeros(len(segments.scope_numels), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(segments.num_blocks, dtype=torch.int64, device=device)
+        self.offsets = torch.zeros(segments.num_blocks + 1, dtype=torch.int64, device=device)
+        self.staged = torch.zeros((segments.num_blocks, STAGE), dtype=torch.int16, device=device)
+        self.winners = torch.zeros((2, segments.num_pages), dtype=torch.int32, device=device)
+        self.minus_one = torch.full((1,), -1.0, device=device)
+        self.sample_table, bounds = _sample_table(compressor, segments)
+        self.sample_bounds = torch.tensor(bounds, dtype=torch.int64, device=device)
+        self.sample_scopes = torch.arange(len(bounds), device=device)
+        self.sample_keys = torch.zeros(bounds[-1], dtype=torch.int64, device=device)
+        self.density = 0.0  # that ``buffers`` are for
+        self.buffers: _Buffers
+        self.dense_step = False
+        self.reduced: Reduced | None = None
+
+    def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
+        """Start the exchange of these gradients, on the current stream."""
+        operands = self.bucket.operands
+        operands.update(grads)
+        self._prepare(step)
+        decay = self.weight_decay(hyper)
+        numbers = {
+            "accumulate": accumulation(self.memory, hyper.nesterov),
+            "grad_scale": -1.0 if hyper.maximize else 1.0,
+            "weight_decay": decay,
+            "momentum": hyper.momentum,
+        }
+        if self.trust is not None:
+            self._trust_ratios(hyper, decay)
+        if self.dense_step:
+            self._compress_all(numbers)
+        else:
+            self._compress(numbers)
+
+    def launch_nothing(self, step: int) -> None:
+        """Take part in the exchange with an empty payload, as a rank that failed; states stay as they are."""
+        self.bucket.operands.update([None] * len(self.bucket.params))
+        self._prepare(step)
+        if self.dense_step and self.reduced is not None:
+            self.reduced.whole.zero_()
+            self.seed += 1
+            self.reduce(self.reduced, failed=True)
+        else:
+            self.buffers.own.zero_()
+            self._gather(failed=True)
+
+    def _prepare(self, step: int) -> None:
+        """Buffers for this step's density, and whether the bucket goes dense: the same decision on every rank."""
+        density = self.compressor.density_at(step)
+        if density == self.density:
+            return
+        self.density = density
+        segments, device, world = self.bucket.segments, self.bucket.device, self.group.world_size
+        selection = plan_selection(self.compressor, segments.scope_numels, step)
+        with_norms = self.trust is not None
+        layout = PayloadLayout(len(segments.numels), segments.num_pages, selection.k, with_norms)
+        self.dense_step = dense_is_cheaper(layout.nbytes, 4 * segments.numel, world) and not self.always_sparse
+        if self.reduced is None and (self.dense_step or "momentum_buffer" in self.bucket.states):
+            self.reduced = Reduced.allocate(self.bucket, with_norms)
+
+        def i64(values: Sequence[int]) -> Tensor:
+            host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+            return host.to(device, non_blocking=True)
+
+        size, capacity = (0, 0) if self.dense_step else (layout.nbytes, selection.capacity)
+        self.buffers = _Buffers(
+            layout,
+            i64(selection.ks),
+            i64(selection.sample_ranks),
+            torch.zeros(capacity, dtype=torch.int64, device=device),
+            torch.zeros(capacity, dtype=torch.int64, device=device),
+            torch.zeros(size, dtype=torch.uint8, device=device),
+            torch.zeros((world, size), dtype=torch.uint8, device=device),
+        )
+
+    def _trust_ratios(self, hyper: Hyper, decay: float) -> None:
+        """From the last exchange's norms; where there is none yet, from this rank's norms of this very step."""
+        norms, segments = self.ops.norms, self.bucket.segments
+        assert self.bucket.norms is not None
+        norms.block_norms(segments, self.bucket.operands, self.bucket.norms[0], self.partials)
+        norms.reduce_norms(segments, self.partials, self.local_norms)
+        norms.trust_ratios(
+            self.bucket.norms, self.local_norms, self.trust,
+            coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps,
+        )  # fmt: skip
+
+    def _compress(self, numbers: dict[str, Any]) -> None:
+        segments, operands, buffers = self.bucket.segments, self.bucket.operands, self.buffers
+        compress, refine = self.ops.compress, self.ops.refine
+        compress.sample(
+            segments, operands, self.sample_table, self.velocity, self.residual, self.trust, self.seed,
+            self.sample_keys, **numbers,
+        )  # fmt: skip
+        refine.select_threshold(
+            self.sample_keys, self.sample_bounds, self.sample_scopes, buffers.sample_ranks, self.thresholds
+        )
+        compress.compress(
+            segments, operands, self.velocity, self.residual, self.thresholds, self.trust, self.seed,
+            self.velocity, self.residual, self.counts, self.staged, self.partials, self.flag, **numbers,
+        )  # fmt: skip
+        refine.gather_candidates(
+            segments, self.counts, self.staged, self.residual, self.thresholds, self.seed, self.offsets,
+            buffers.keys, buffers.indices,
+        )  # fmt: skip
+        refine.select_threshold(buffers.keys, self.offsets, segments.scope_blocks, buffers.ranks, self.thresholds)
+        payload = buffers.layout.views(buffers.own.view(1, -1))
+        refine.pack_payload(
+            segments, buffers.keys, buffers.indices, self.offsets, self.thresholds, self.masked, self.residual,
+            self.winners, payload.starts[0], payload.indices[0], payload.values[0],
+        )  # fmt: skip
+        if self.trust is not None:
+            self.ops.norms.reduce_norms(segments, self.partials, payload.norms[0].view(2, -1))
+        self._gather(failed=False)
+
+    def _gather(self, failed: bool) -> None:
+        buffers = self.buffers
+        payload = buffers.layout.views(buffers.own.view(1, -1))
+        self.ops.headers.write_header(
+            self.bucket.operands, payload.starts[0, -1:], self.flag, self.seed, payload.header[0], failed=failed
+        )
+        self.work = self.group.all_gather(buffers.received, buffers.own)
+        self.nbytes = buffers.layout.nbytes
+
+    def _compress_all(self, numbers: dict[str, Any]) -> None:
+        segments, reduced = self.bucket.segments, self.reduced
+        assert reduced is not None
+        self.ops.compress.compress_all(
+            segments, self.bucket.operands, self.velocity, self.residual, self.trust, self.velocity, self.residual,
+            reduced.values, self.partials, self.flag, **numbers,
+        )  # fmt: skip
+        if self.trust is not None:
+            norms = reduced.norms.view(2, -1)
+            self.ops.norms.reduce_norms(segments, self.partials, norms)
+            if self.group.rank != 0:
+                norms[1].zero_()
+        self.seed += 1
+        self.reduce(reduced, failed=False)
+
+    def apply(self, hyper: Hyper) -> None:
+        """Take in what arrived: headers, then parameters."""
+        if self.dense_step:
+            self._apply_reduced(hyper)
+        else:
+            self._apply_payloads(hyper)
+
+    def _apply_reduced(self, hyper: Hyper) -> None:
+        reduced = self.reduced
+        assert reduced is not None
+        self.ops.headers.read_trailer(reduced.trailer, self.status, self.present)
+        self._settle(hyper)
+        self._commit_norms(reduced.norms.view(1, -1))
+        self._update(reduced, hyper, 1.0 / self.group.world_size)
+
+    def _apply_payloads(self, hyper: Hyper) -> None:
+        segments, inverse = self.bucket.segments, 1.0 / self.group.world_size
+        payload = self.buffers.layout.views(self.buffers.received)
+        self.ops.headers.read_headers(payload.header, self.status, self.present)
+        self._settle(hyper)
+        self._commit_norms(payload.norms)
+        entries = (payload.starts, payload.indices, payload.values)
+        if "momentum_buffer" not in self.bucket.states:
+            self.ops.apply.apply_payloads(segments, self.bucket.operands, *entries, hyper.lr, inverse_world=inverse)
+            return
+        # Momentum follows the exchange: the mean update becomes a dense vector first.
+        reduced = self.reduced
+        assert reduced is not None
+        reduced.values.zero_()
+        self.ops.apply.apply_payloads(segments, reduced.as_params, *entries, self.minus_one, inverse_world=inverse)
+        self._update(reduced, hyper, 1.0)
+
+    def _update(self, reduced: Reduced, hyper: Hyper, inverse_world: float) -> None:
+        """Decay and trust ratio went through the wire; what remains is the step itself."""
+        self.ops.dense.update_dense(
+            self.bucket.segments, reduced.gradients(), self.present, None, hyper.lr,
+            self.bucket.states.get("momentum_buffer"), inverse_world=inverse_world, weight_decay=0.0,
+            momentum=hyper.momentum, nesterov=hyper.nesterov,
+        )  # fmt: skip
+
+    def _commit_norms(self, received: Tensor) -> None:
+        if self.trust is not None:
+            self.ops.norms.commit_norms(
+                received, self.present, self.bucket.norms, inverse_world=1.0 / self.group.world_size
+            )
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Device tensors about the last step; see ``optim``."""
+        segments = self.bucket.segments
+        if self.dense_step:
+            nnz = torch.full((), segments.numel, dtype=torch.int64, device=self.bucket.device)
+            overflow, threshold = torch.zeros_like(nnz), torch.zeros(len(self.thresholds), device=self.bucket.device)
+        else:
+            nnz = self.winners[1, -1].long()
+            overflow = (self.offsets[-1] - self.buffers.keys.numel()).clamp(min=0)
+            threshold = (self.thresholds >> 32).to(torch.int32).view(torch.float32)
+        square = self.residual.square().sum()
+        return {"nnz": nnz, "overflow": overflow, "threshold": threshold, "residual_square_norm": square}
+
+    def _settle(self, hyper: Hyper) -> None:
+        """Parameters that only other ranks had a gradient for accumulate a zero gradient here."""
+        operands = self.bucket.operands
+        if all(grad is not None for grad in operands.grads):
+            return
+        self.ops.compress.settle(
+            self.bucket.segments, operands, self.present, self.trust, self.velocity, self.residual,
+            accumulate=accumulation(self.memory, hyper.nesterov), weight_decay=self.weight_decay(hyper),
+            momentum=hyper.momentum,
+        )  # fmt: skip
+
+
+def _sample_table(compressor: TopK, segments: Segments) -> tuple[Tensor, list[int]]:
+    """Evenly spaced (segment, offset) pairs for every scope, and where each scope's samples begin."""
+    starts = [s.start for s in segments.compact_slices]
+    rows, bounds, first = [], [0], 0
+    for numel in segments.scope_numels:
+        samples = num_samples(compressor, numel)
+        position = torch.arange(samples, dtype=torch.int64) * numel // samples + first
+        segment = torch.searchsorted(torch.tensor(starts), position, right=True) - 1
+        rows.append(torch.stack([segment, position - torch.tensor(starts)[segment]], 1))
+        bounds.append(bounds[-1] + samples)
+        first += numel
+    return torch.cat(rows).to(segments.block_table.device), bounds
+
+
+Exchange = DenseExchange | SparseExchange

@@ -1,0 +1,87 @@
+"""The wire format, version 1: what one rank sends for one bucket, byte by byte. The only place that knows bytes.
+
+A sparse payload is one flat buffer of little-endian fields, in this order, padded with zeros to 16 bytes:
+
+    field     type  count                  content
+    header    i32   4                      format version; number of values; flags (1: a gradient was not finite,
+                                           2: this rank failed); the bucket's step
+    presence  u32   ceil(segments / 32)    bit s % 32 of word s // 32: segment s had a gradient on this rank
+    norms     f32   2 * segments or 0      squared norms of the gradients, then of the parameters (LARS only)
+    starts    u32   pages + 1              position of the first value of every 65536-element page of the padded flat
+                                           space; then the number of values
+    values    f32   k                      in index order; zeros past the last
+    indices   u16   k                      index inside the page
+
+TopK's k is known to the host, so sizes are never exchanged. A dense buffer is summed, not gathered:
+
+    values    f32   numel                  without padding
+    trailer   f32   segments + 2           ranks with a gradient, per segment; ranks with a non-finite gradient;
+                                           ranks that failed
+    norms     f32   2 * segments or 0      as above; only rank 0 fills in the parameters' half
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomp.kernels.headers import HEADER_WORDS
+
+
+class Payload(NamedTuple):
+    """Typed views of the payloads of ``world`` ranks; rows are strided."""
+
+    header: Tensor  # i32 (world, words): header and presence
+    norms: Tensor  # f32 (world, 2 * segments) or (world, 0)
+    starts: Tensor  # i32 (world, pages + 1), the bits of u32
+    values: Tensor  # f32 (world, k)
+    indices: Tensor  # i16 (world, k), the bits of u16
+
+
+@dataclass(frozen=True)
+class PayloadLayout:
+    """Sizes of a sparse payload."""
+
+    segments: int
+    pages: int
+    k: int
+    with_norms: bool
+
+    @property
+    def _fields(self) -> tuple[tuple[str, torch.dtype, int], ...]:
+        return (
+            ("header", torch.int32, HEADER_WORDS + -(-self.segments // 32)),
+            ("norms", torch.float32, 2 * self.segments if self.with_norms else 0),
+            ("starts", torch.int32, self.pages + 1),
+            ("values", torch.float32, self.k),
+            ("indices", torch.int16, self.k),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes handed to the collective by one rank."""
+        return -(-sum(count * dtype.itemsize for _, dtype, count in self._fields) // 16) * 16
+
+    def views(self, buffer: Tensor) -> Payload:
+        """Views of a u8 buffer of shape (world, nbytes)."""
+        views, start = {}, 0
+        for name, dtype, count in self._fields:
+            first = start // dtype.itemsize
+            views[name] = buffer.view(dtype)[:, first : first + count]
+            start += count * dtype.itemsize
+        return Payload(**views)
+
+
+def dense_numel(segments: int, numel: int, with_norms: bool) -> int:
+    """Floats in a dense buffer."""
+    return numel + segments + 2 + (2 * segments if with_norms else 0)
+
+
+def dense_is_cheaper(payload_bytes: int, raw_bytes: int, world_size: int) -> bool:
+    """Would the gathered payloads of all ranks move at least what a ring all-reduce of the raw bucket moves?
+
+    Per rank the gather receives (W - 1) payload, the all-reduce 2 (W - 1) / W raw. A payload larger than raw is never
+    sent, whatever W.
+    """
+    return payload_bytes * world_size >= 2 * raw_bytes or payload_bytes >= raw_bytes

@@ -1,0 +1,173 @@
+"""Headers: what ranks tell each other beside the values. Who had gradients, whether all were finite, who failed.
+
+A sparse payload carries words (presence a bit per segment); an all-reduced buffer carries a trailer of floats that add
+up (presence a float per segment, then the number of ranks with a non-finite gradient, then of ranks that failed).
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedcomp.kernels._launch import launch
+from fusedcomp.kernels.segments import Operands
+
+FORMAT_VERSION = 1
+NON_FINITE = tl.constexpr(1)  # bits of the flags word
+FAILED = tl.constexpr(2)
+HEADER_WORDS = 4  # version, number of values, flags, step; then the presence words
+
+
+@triton.jit
+def _write_header_kernel(
+    address_ptr, count_ptr,  # in
+    flag_ptr, seed_ptr,  # in-out
+    header_ptr,  # out
+    version, num_segments, words,
+    HAS_FAILED: tl.constexpr, NON_FINITE: tl.constexpr, FAILED: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    flag = tl.load(flag_ptr)
+    seed = tl.load(seed_ptr)
+    tl.store(header_ptr, version)
+    tl.store(header_ptr + 1, tl.load(count_ptr))
+    tl.store(header_ptr + 2, tl.where(flag != 0, NON_FINITE, 0) | (FAILED if HAS_FAILED else 0))
+    tl.store(header_ptr + 3, seed)
+    lane = tl.arange(0, 32)
+    for word in range(words):
+        segment = word * 32 + lane
+        present = tl.load(address_ptr + segment, mask=segment < num_segments, other=0) != 0
+        tl.store(header_ptr + FIRST + word, tl.sum(present.to(tl.int32) << lane))
+    tl.store(flag_ptr, 0)
+    tl.store(seed_ptr, seed + 1)
+
+
+@triton.jit
+def _read_headers_kernel(
+    header_ptr,  # in
+    status_ptr,  # in-out
+    present_ptr,  # out
+    world, stride, num_segments,
+    NON_FINITE: tl.constexpr, FAILED: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    flags = 0
+    for rank in range(world):
+        flags = flags | tl.load(header_ptr + rank * stride + 2)
+    if (flags & NON_FINITE) != 0:
+        tl.store(status_ptr, tl.load(status_ptr) + 1)
+    if (flags & FAILED) != 0:
+        tl.store(status_ptr + 1, 1)
+    for chunk in range(0, num_segments, CHUNK):
+        segment = chunk + tl.arange(0, CHUNK)
+        mask = segment < num_segments
+        seen = tl.zeros((CHUNK,), tl.int32)
+        for rank in range(world):
+            word = tl.load(header_ptr + rank * stride + FIRST + segment // 32, mask=mask, other=0)
+            seen = seen | ((word >> (segment % 32)) & 1)
+        tl.store(present_ptr + segment, seen, mask=mask)
+
+
+@triton.jit
+def _write_trailer_kernel(
+    address_ptr,  # in
+    flag_ptr,  # in-out
+    trailer_ptr,  # out
+    num_segments,
+    HAS_FAILED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    for chunk in range(0, num_segments, CHUNK):
+        segment = chunk + tl.arange(0, CHUNK)
+        mask = segment < num_segments
+        present = tl.load(address_ptr + segment, mask=mask, other=0) != 0
+        tl.store(trailer_ptr + segment, present.to(tl.float32), mask=mask)
+    flag = tl.load(flag_ptr)
+    tl.store(trailer_ptr + num_segments, (flag != 0).to(tl.float32))
+    tl.store(trailer_ptr + num_segments + 1, 1.0 if HAS_FAILED else 0.0)
+    tl.store(flag_ptr, 0)
+
+
+@triton.jit
+def _read_trailer_kernel(
+    trailer_ptr,  # in
+    status_ptr,  # in-out
+    present_ptr,  # out
+    num_segments,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    for chunk in range(0, num_segments, CHUNK):
+        segment = chunk + tl.arange(0, CHUNK)
+        mask = segment < num_segments
+        ranks = tl.load(trailer_ptr + segment, mask=mask, other=0.0)
+        tl.store(present_ptr + segment, (ranks > 0.0).to(tl.int32), mask=mask)
+    if tl.load(trailer_ptr + num_segments) > 0.0:
+        tl.store(status_ptr, tl.load(status_ptr) + 1)
+    if tl.load(trailer_ptr + num_segments + 1) > 0.0:
+        tl.store(status_ptr + 1, 1)
+
+
+def write_header(
+    operands: Operands,
+    count: Tensor,  # i32 (1,): number of values packed
+    flag: Tensor,  # in-out: i32 (1,): a gradient was not finite; reset
+    seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
+    header: Tensor,  # out: i32 (HEADER_WORDS + ceil(segments / 32),)
+    *,
+    failed: bool,
+) -> None:
+    """Fill the header's words."""
+    launch(
+        _write_header_kernel, 1, header,
+        operands.addresses, count,
+        flag, seed,
+        header,
+        FORMAT_VERSION, len(operands.params), header.numel() - HEADER_WORDS,
+        HAS_FAILED=failed, NON_FINITE=NON_FINITE, FAILED=FAILED, FIRST=HEADER_WORDS, warps="small",
+    )  # fmt: skip
+
+
+def read_headers(
+    headers: Tensor,  # i32 (world, words), rows may be strided
+    status: Tensor,  # in-out: i32 (2,): buckets with a non-finite gradient so far; 1 once a rank has failed
+    present: Tensor,  # out: i32 (segments,): 1 where any rank had a gradient
+) -> None:
+    """Take together what all ranks wrote into their headers."""
+    launch(
+        _read_headers_kernel, 1, headers,
+        headers,
+        status,
+        present,
+        headers.shape[0], headers.stride(0), present.numel(),
+        NON_FINITE=NON_FINITE, FAILED=FAILED, FIRST=HEADER_WORDS, CHUNK=32, warps="small",
+    )  # fmt: skip
+
+
+def write_trailer(
+    operands: Operands,
+    flag: Tensor,  # in-out: i32 (1,); reset
+    trailer: Tensor,  # out: f32 (segments + 2,)
+    *,
+    failed: bool,
+) -> None:
+    """Fill the trailer of a buffer that is about to be summed over ranks."""
+    launch(
+        _write_trailer_kernel, 1, trailer,
+        operands.addresses,
+        flag,
+        trailer,
+        len(operands.params),
+        HAS_FAILED=failed, CHUNK=32, warps="small",
+    )  # fmt: skip
+
+
+def read_trailer(
+    trailer: Tensor,  # f32 (segments + 2,), summed over ranks
+    status: Tensor,  # in-out: i32 (2,)
+    present: Tensor,  # out: i32 (segments,)
+) -> None:
+    """What ``read_headers`` does, from a summed trailer."""
+    launch(
+        _read_trailer_kernel, 1, trailer,
+        trailer,
+        status,
+        present,
+        present.numel(),
+        CHUNK=32, warps="small",
+    )  # fmt: skip

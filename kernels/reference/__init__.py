@@ -1,0 +1,1 @@
+"""Plain-torch twins: specification, test oracle, eager baseline, and the path CPU tensors take."""

@@ -1,0 +1,135 @@
+"""Segments and operands: where the parameters of a bucket lie, and at which addresses this step's tensors are.
+
+A bucket is a list of parameters. Each is a *segment*: its elements in memory order, padded to whole blocks of
+``BLOCK`` elements, so that no block straddles two parameters. ``PAGE`` elements of that padded space share one start
+offset on the wire, which leaves 16 bits for the index inside a page.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 2048
+PAGE = 65536
+BLOCKS_PER_PAGE = PAGE // BLOCK
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The static table of a bucket. ``per_tensor``: selection ranks inside each segment, not over the bucket."""
+
+    numels: tuple[int, ...]
+    per_tensor: bool
+    num_blocks: int
+    numel: int  # elements of all segments, without padding
+    block_table: Tensor  # i32 (num_blocks, 2): segment, block in segment
+    numel_table: Tensor  # i64 (segments,)
+    start_table: Tensor  # i64 (segments,): first element in the compact (unpadded) order
+    first_blocks: Tensor  # i64 (segments + 1,)
+    scope_blocks: Tensor  # i64 (scopes + 1,): first block of every scope
+    slices: tuple[slice, ...]  # of the padded space
+    compact_slices: tuple[slice, ...]
+
+    @staticmethod
+    def build(numels: Sequence[int], device: torch.device, *, per_tensor: bool = False) -> "Segments":
+        """Lay out segments of ``numels`` elements on ``device`` (one host-to-device copy a table; not for the step)."""
+        table: list[tuple[int, int]] = []
+        starts, first_blocks, slices, compact = [], [0], [], []
+        start = 0
+        for segment, numel in enumerate(numels):
+            blocks = -(-numel // BLOCK)
+            padded = first_blocks[-1] * BLOCK
+            table += [(segment, block) for block in range(blocks)]
+            slices.append(slice(padded, padded + numel))
+            compact.append(slice(start, start + numel))
+            starts.append(start)
+            first_blocks.append(first_blocks[-1] + blocks)
+            start += numel
+        scope_blocks = first_blocks if per_tensor else [0, first_blocks[-1]]
+
+        def i64(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return Segments(
+            numels=tuple(numels),
+            per_tensor=per_tensor,
+            num_blocks=len(table),
+            numel=start,
+            block_table=torch.tensor(table, dtype=torch.int32, device=device).view(-1, 2),
+            numel_table=i64(numels),
+            start_table=i64(starts),
+            first_blocks=i64(first_blocks),
+            scope_blocks=i64(scope_blocks),
+            slices=tuple(slices),
+            compact_slices=tuple(compact),
+        )
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of a flat state."""
+        return self.num_blocks * BLOCK
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the padded space, the last one perhaps in part."""
+        return -(-self.num_blocks // BLOCKS_PER_PAGE)
+
+    @property
+    def scope_numels(self) -> tuple[int, ...]:
+        """Elements that each selection ranks over."""
+        return self.numels if self.per_tensor else (self.numel,)
+
+    def scope_of(self, segment: int) -> int:
+        """The selection that a segment takes part in."""
+        return segment if self.per_tensor else 0
+
+
+class Operands:
+    """The tensors of a bucket as both sides of the twin need them: lists for torch, addresses for the kernels.
+
+    All tensors of a segment share one dense layout, so that "element i" is the i-th in memory. A missing gradient is
+    None, address 0. Addresses are sent only when one changed, from pinned memory that is not reused while a copy from
+    it is pending; under stream capture from a buffer of its own, which the graph replays.
+    """
+
+    _SLOTS = 4
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        self.grads: list[Tensor | None] = [None] * len(self.params)
+        device = self.params[0].device
+        self.addresses = torch.zeros((2, len(self.params)), dtype=torch.int64, device=device)  # gradients, parameters
+        self._sent: list[list[int]] | None = None
+        self._slot = 0
+        if device.type == "cuda":
+            shape = (self._SLOTS + 1, *self.addresses.shape)
+            self._pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+            self._copied = [torch.cuda.Event() for _ in range(self._SLOTS)]
+
+    def update(self, grads: Sequence[Tensor | None]) -> None:
+        """Take this step's gradients; on CUDA the copy runs on the current stream."""
+        self.grads = list(grads)
+        addresses = [[0 if g is None else g.data_ptr() for g in grads], [p.data_ptr() for p in self.params]]
+        if addresses == self._sent:
+            return
+        self._sent = addresses
+        host = torch.tensor(addresses, dtype=torch.int64)
+        if not self.addresses.is_cuda:
+            self.addresses.copy_(host)
+        elif torch.cuda.is_current_stream_capturing():
+            self._pinned[self._SLOTS].copy_(host)
+            self.addresses.copy_(self._pinned[self._SLOTS], non_blocking=True)
+        else:
+            self._slot = (self._slot + 1) % self._SLOTS
+            if not self._copied[self._slot].query():
+                self._copied[self._slot].synchronize()  # four changes in flight: the host is far ahead of the device
+            self._pinned[self._slot].copy_(host)
+            self.addresses.copy_(self._pinned[self._slot], non_blocking=True)
+            self._copied[self._slot].record()
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor of any layout as a 1-D view, in the order they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,338 @@
+"""Compiles every kernel for a GPU that need not be there: ``python tests/aot.py 90 [report.json]`` prints a table.
+
+The launchers run as in the product, on CPU tensors. Triton itself works out what a launch would compile (types,
+divisibility, which arguments become constants); that is taken down in place of compiling and launching.
+"""
+
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import fusedcomp.kernels
+from fusedcomp.kernels._launch import INTERPRET
+from fusedcomp.kernels.accumulate import ACCUMULATE
+from fusedcomp.kernels.compress import STAGE
+from fusedcomp.kernels.headers import HEADER_WORDS
+from fusedcomp.kernels.segments import Operands, Segments
+
+MODULES = [
+    importlib.import_module(f"fusedcomp.kernels.{module.name}")
+    for module in pkgutil.iter_modules(fusedcomp.kernels.__path__)
+    if not module.ispkg
+]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a bucket and of what is sent for it. Triton compiles an integer differently if it is 1, a multiple of
+    16, or needs 64 bits, and a pointer if it is not a multiple of 16."""
+
+    numels: tuple[int, ...]
+    world: int
+    k: int
+    capacity: int
+    shift: int = 0  # of what lies inside another buffer, in elements past a 16-byte boundary
+    device: str = "cpu"  # of what is as large as k or the capacity
+
+
+_ODD = (70001, 2048, *[5] * 33)  # two pages, and two words of presence bits
+
+SIZES = {
+    "odd": Sizes(_ODD, world=3, k=37, capacity=99, shift=1),
+    "one": Sizes((1,), world=1, k=1, capacity=1),
+    "round": Sizes((2048,) * 512, world=16, k=64, capacity=256),
+    "huge": Sizes(_ODD, world=3, k=2**31 + 1, capacity=2**31 + 1, device="meta"),
+}
+
+Overrides = dict[str, Any]
+
+
+def without(*names: str) -> list[Overrides]:
+    """With these arguments, and with None in their place."""
+    return [{}, dict.fromkeys(names)]
+
+
+VELOCITIES = ("velocity", "velocity_in", "velocity_out")
+MEMORY = [
+    {"accumulate": name} | ({} if name in ("momentum", "nesterov") else dict.fromkeys(VELOCITIES))
+    for name in reversed(ACCUMULATE)
+]
+DECAY = [{}, {"weight_decay": 0.0}]
+LARS = [{}, {"trust": None}, {"trust": None, "partials": None}]  # trust ratios come from norms: never without them
+SCOPE = [{"per_tensor": True}, {"per_tensor": False}]
+FAILED = [{"failed": True}, {"failed": False}]
+DENSE_MOMENTUM = [{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "momentum_buffer": None}]
+
+# Launcher -> independent choices. All their combinations are compiled for the odd sizes; for the other sizes, to which
+# the choices are indifferent, the first (all there is) and the last (the least).
+CASES: dict[str, tuple[list[Overrides], ...]] = {
+    "sample": (MEMORY, DECAY, without("trust")),
+    "compress": (MEMORY, DECAY, LARS, SCOPE),
+    "compress_all": (MEMORY, DECAY, LARS, SCOPE),
+    "settle": (MEMORY, DECAY, without("trust")),
+    "gather_candidates": (SCOPE,),
+    "select_threshold": (),
+    "pack_payload": (SCOPE, without("velocity")),
+    "apply_payloads": (),
+    "pack_dense": (),
+    "update_dense": (DENSE_MOMENTUM, DECAY, without("trust")),
+    "block_norms": (without("known"),),
+    "reduce_norms": (),
+    "trust_ratios": (without("fallback"),),
+    "commit_norms": (),
+    "write_header": (FAILED,),
+    "read_headers": (),
+    "write_trailer": (FAILED,),
+    "read_trailer": (),
+}
+
+
+def arguments(launcher: str, sizes: Sizes, per_tensor: bool = False) -> Overrides:
+    """A value for every parameter name that a launcher has."""
+    device = torch.device("cpu")
+    segments = Segments.build(sizes.numels, device, per_tensor=per_tensor)
+    params = [torch.empty(n) for n in sizes.numels]
+    operands = Operands(params)
+    operands.update(params)
+    count, blocks, pages = len(sizes.numels), segments.num_blocks, segments.num_pages
+
+    def inside(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+        """A part of a larger buffer."""
+        whole = torch.empty(torch.Size(shape).numel() + sizes.shift, dtype=dtype, device=device)
+        return whole[sizes.shift :].view(shape)
+
+    def i32(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def i64(*shape: int, device: str = "cpu") -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+    state = torch.empty(segments.padded_numel)
+    rows = (sizes.world,) if launcher == "apply_payloads" else ()  # the payloads of all ranks, or one's own
+    words = HEADER_WORDS + -(-count // 32)
+    payload_indices = inside(*rows, sizes.k, dtype=torch.int16, device=sizes.device)
+    return {
+        "segments": segments,
+        "operands": operands,
+        # states and tables
+        **dict.fromkeys((*VELOCITIES, "residual", "residual_in", "residual_out", "momentum_buffer"), state),
+        "trust": torch.empty(count),
+        "seed": i32(1),
+        "flag": i32(1),
+        "status": i32(2),
+        "lr": torch.empty(1),
+        "present": i32(count),
+        "known": torch.empty(count),
+        "fallback": torch.empty(2, count),
+        "partials": torch.empty(blocks, 2),
+        # selection
+        "sample_table": i64(9, 2),
+        "thresholds": i64(len(segments.scope_numels)),
+        "ranks": i64(len(segments.scope_numels)),
+        "scopes": segments.scope_blocks,
+        "counts": i64(blocks),
+        "staged": torch.empty((blocks, STAGE), dtype=torch.int16),
+        "offsets": i64(blocks + 1),
+        "keys": i64(sizes.capacity, device=sizes.device),
+        "winners": i32(2, pages),
+        # what travels
+        "starts": inside(*rows, pages + 1, dtype=torch.int32),
+        "values": inside(*rows, sizes.k, device=sizes.device),
+        "indices": payload_indices if rows else i64(sizes.capacity, device=sizes.device),
+        "out_indices": payload_indices,
+        "count": inside(1, dtype=torch.int32),
+        "header": inside(words, dtype=torch.int32),
+        "headers": inside(sizes.world, words, dtype=torch.int32),
+        "sent": torch.empty(segments.numel),
+        "flat": torch.empty(segments.numel),
+        "trailer": inside(count + 2),
+        "norms": inside(2, count),
+        "received": inside(sizes.world, 2 * count),
+        # numbers
+        "grad_scale": 1.0,
+        "inverse_world": 1.0 / sizes.world,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "coefficient": 0.001,
+        "eps": 1e-8,
+    }
+
+
+def calls() -> Iterator[tuple[Callable[..., None], Overrides]]:
+    """Every launcher with every set of arguments."""
+    for name, choices in CASES.items():
+        launcher = next(function for module in MODULES if (function := vars(module).get(name)))
+        combinations = list(product(*choices))
+        for sizes in SIZES.values():
+            chosen = combinations if sizes is SIZES["odd"] else (combinations[0], combinations[-1])
+            for combination in chosen:
+                overrides = {key: value for choice in combination for key, value in choice.items()}
+                values = arguments(name, sizes, overrides.pop("per_tensor", False)) | overrides
+                yield launcher, {parameter: values[parameter] for parameter in inspect.signature(launcher).parameters}
+
+
+@dataclass
+class Specialisation:
+    """What triton would compile for one launch."""
+
+    kernel: str
+    source: ASTSource
+    options: dict[str, Any]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """By parameter name, including arguments that are None or 1; of a device function, its name."""
+        names = self.source.fn.arg_names
+        values = {names[path[0]]: getattr(value, "value", value) for path, value in self.source.constants.items()}
+        return {name: value.fn.__name__ if isinstance(value, JITFunction) else value for name, value in values.items()}
+
+    @property
+    def label(self) -> str:
+        """The flags that are set, and what the compiler knows of the integers; nothing that is the same for all."""
+        words = []
+        for index, (name, kind) in enumerate(self.source.signature.items()):
+            value = self.constants.get(name)
+            if name == "ACCUMULATE":
+                words.append(value.removeprefix("accumulate_"))
+            elif value is True:
+                words.append(name.removeprefix("HAS_").lower())
+            elif kind == "constexpr" and not name.isupper() and value is not None:
+                words.append(f"{name}={value}")
+            elif kind in ("i32", "i64"):
+                words += [f"{name}%16"] if self.source.attrs.get((index,)) else []
+                words += [f"{name}:i64"] if kind == "i64" else []
+            elif kind.startswith("*") and not self.source.attrs.get((index,)):
+                words.append(f"{name}!%16")
+        return " ".join(words)
+
+
+def specialisations(target: GPUTarget) -> list[Specialisation]:
+    """All distinct ones, in the order of ``CASES``."""
+    found: dict[Any, Specialisation] = {}
+
+    def take_down(fn: JITFunction, key: str, signature: Any, device: int, constants: Any, options: Any, attrs: Any, *_):
+        name, source = fn.fn.__name__, ASTSource(fn, signature, constants, attrs)
+        found.setdefault((name, key), Specialisation(name, source, vars(options)))
+
+    # A launch asks the driver which GPU it compiles for.
+    driver = {"target": target, "device": 0, "stream": 0}
+    triton.runtime.driver.set_active(
+        SimpleNamespace(**{f"get_current_{name}": lambda *_, value=value: value for name, value in driver.items()})
+    )
+    # Without a binary nothing is launched. The public hook at this place, jit_cache_hook, fails in triton 3.6 if a
+    # constant is a device function.
+    with mock.patch.object(JITFunction, "_do_compile", take_down):
+        for launcher, values in calls():
+            launcher(**values)
+    return list(found.values())
+
+
+def compiled(specialisation: Specialisation, target: GPUTarget) -> dict[str, Any]:
+    """A row: what was compiled, and either the error or the figures of ptxas and of the PTX."""
+    row = {
+        "kernel": specialisation.kernel,
+        "label": specialisation.label,
+        "target": f"sm_{target.arch}",
+        "constants": specialisation.constants,
+        "warps": specialisation.options["num_warps"],
+    }
+    knobs.nvidia.dump_ptxas_log = True  # of the very binary, with whatever flags this version of triton passes
+    log = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            binary = triton.compile(specialisation.source, target=target, options=specialisation.options)
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {error}"}
+
+    [registers] = re.findall(r"Used (\d+) registers", log.getvalue())
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
+    assert spills, f"no figures in the log of ptxas: {log.getvalue()}"
+
+    def wide(operation: str) -> int:
+        """How many instructions move 128 bits a thread."""
+        return len(re.findall(rf"\b{operation}\.global\S*\.(?:v4\.\w32|v2\.\w64)\b", binary.asm["ptx"]))
+
+    return row | {
+        "registers": int(registers),
+        "spills": sum(map(int, spills)),
+        "shared": binary.metadata.shared,
+        "wide_loads": wide("ld"),
+        "wide_stores": wide("st"),
+    }
+
+
+TODO: list[Specialisation] = []  # forked workers find it in their memory: what holds functions cannot be pickled
+
+
+def _compiled(index: int, target: GPUTarget) -> dict[str, Any]:
+    return compiled(TODO[index], target)
+
+
+def compile_all(capability: int) -> list[dict[str, Any]]:
+    """The rows of all specialisations, compiled from scratch."""
+    assert not INTERPRET, "the interpreter replaces what is to be compiled: unset TRITON_INTERPRET"
+    torch.set_num_threads(1)  # a fork copies no threads
+    target = GPUTarget("cuda", capability, 32)
+    TODO[:] = specialisations(target)
+    with tempfile.TemporaryDirectory() as cache:  # what is found in a cache comes without the log of ptxas
+        knobs.cache.dir = cache
+        with multiprocessing.get_context("fork").Pool(min(8, len(os.sched_getaffinity(0)))) as pool:
+            return pool.map(partial(_compiled, target=target), range(len(TODO)), chunksize=1)
+
+
+COLUMNS = ("registers", "spills", "shared", "wide_loads", "wide_stores")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a specialisation."""
+    lines = [("kernel", *COLUMNS, "specialisation")]
+    lines += [(row["kernel"], *(str(row.get(name, "-")) for name in COLUMNS), row["label"]) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def defined() -> dict[str, list[str]]:
+    """What the modules hold that needs a case."""
+    own = [f for module in MODULES for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+    return {
+        "kernels": [f.fn.__name__ for f in own if isinstance(f, JITFunction) and f.fn.__name__.endswith("_kernel")],
+        "launchers": [f.__name__ for f in own if inspect.isfunction(f) and "launch" in f.__code__.co_names],
+    }
+
+
+def main() -> None:
+    rows = compile_all(int(sys.argv[1]))
+    print(table(rows))
+    for row in rows:
+        if "error" in row:
+            print(f"{row['kernel']} {row['label']}: {row['error']}")
+    for file in sys.argv[2:]:
+        Path(file).write_text(json.dumps({"defined": defined(), "cases": list(CASES), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

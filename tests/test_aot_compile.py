@@ -1,0 +1,106 @@
+"""Every kernel compiles for two GPUs, in all the ways the product launches it, without spills and at full width."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=[80, 90], ids="sm_{}".format)
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/aot.py found; in a process of its own, since this one may have chosen the interpreter."""
+    file = tmp_path_factory.mktemp("aot") / "report.json"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests" / "aot.py", str(request.param), file],
+        env=environment | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(file.read_text())
+
+
+@pytest.fixture
+def rows(report: dict[str, Any]) -> list[Row]:
+    """What compiled; what did not fails ``test_everything_compiles`` alone."""
+    return [row for row in report["rows"] if "error" not in row]
+
+
+def names(rows: list[Row], *figures: str) -> list[str]:
+    return [" ".join([row["kernel"], row["label"], *(f"{figure}={row[figure]}" for figure in figures)]) for row in rows]
+
+
+def test_everything_compiles(report):
+    errors = defaultdict(list)  # one message may be of many specialisations
+    for row in report["rows"]:
+        if "error" in row:
+            errors[f"{row['kernel']}: {row['error']}"].append(row["label"])
+    assert not errors, "\n".join(f"{error}\nin {labels}" for error, labels in errors.items())
+
+
+def test_every_kernel_and_every_launcher_has_a_case(report):
+    assert {row["kernel"] for row in report["rows"]} == set(report["defined"]["kernels"])
+    assert set(report["cases"]) == set(report["defined"]["launchers"])
+
+
+def test_every_flag_is_compiled_both_ways(report):
+    seen = defaultdict(set)
+    for row in report["rows"]:
+        for name, value in row["constants"].items():
+            if isinstance(value, bool):
+                seen[row["kernel"], name].add(value)
+    assert not [flag for flag, values in seen.items() if values != {False, True}]
+
+
+def test_nothing_spills(rows):
+    assert not names([row for row in rows if row["spills"]], "registers", "spills")
+
+
+def test_the_pass_leaves_room_for_four_blocks_on_a_multiprocessor(rows):
+    # 65536 registers / (4 blocks x 128 threads): fewer would not keep enough bytes in flight.
+    crowded = [row for row in rows if row["kernel"] == "_compress_kernel" and row["registers"] > 128]
+    assert not names(crowded, "registers")
+
+
+# How many fp32 tensors a kernel reads and writes block by block, from its flags.
+READS = {
+    "_compress_kernel": lambda flag: 2 + flag["HAS_VELOCITY"] + (flag["HAS_DECAY"] or flag["HAS_NORMS"]),
+    "_pack_dense_kernel": lambda flag: 1,
+    "_update_dense_kernel": lambda flag: 2 + flag["HAS_MOMENTUM"],
+    "_block_norms_kernel": lambda flag: 2,
+}
+WRITES = {
+    "_compress_kernel": lambda flag: 1 + flag["HAS_VELOCITY"] + flag["SEND_ALL"],
+    "_pack_dense_kernel": lambda flag: 1,
+    "_update_dense_kernel": lambda flag: 1 + flag["HAS_MOMENTUM"],
+    "_block_norms_kernel": lambda flag: 0,
+}
+
+
+def test_every_tensor_of_a_full_block_moves_128_bits_at_a_time(rows):
+    # Counted, as present is not enough: the states are aligned and stay wide when an address from a table turns narrow.
+    narrow = []
+    for row in rows:
+        if row["kernel"] in READS:
+            flags = row["constants"]
+            each = flags["BLOCK"] // (32 * row["warps"] * 4)  # instructions a tensor
+            wanted = each * READS[row["kernel"]](flags), each * WRITES[row["kernel"]](flags)
+            if row["wide_loads"] < wanted[0] or row["wide_stores"] < wanted[1]:
+                narrow.append(row)
+    assert not names(narrow, "wide_loads", "wide_stores")
+
+
+def test_the_table_of_wide_kernels_is_of_kernels(rows):
+    assert READS.keys() == WRITES.keys() <= {row["kernel"] for row in rows}

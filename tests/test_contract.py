@@ -1,0 +1,259 @@
+"""The backward contract: misuse raises on every rank with the way out, and leaves replicas equal and usable."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fusedcomp
+from fusedcomp import TopK
+from ranks import average_gradients, batch, digest, loss_of, message_of, net, run
+
+
+def optimizer_for(model: nn.Module, **kwargs: object) -> fusedcomp.SGD:
+    options = {"lr": 0.05, "momentum": 0.9, "compressor": TopK(0.01), "bucket_cap_mb": 0.05} | kwargs
+    return fusedcomp.SGD(model.named_parameters(), **options)
+
+
+def step_ok(model: nn.Module, optimizer: fusedcomp.SGD, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    optimizer.step()
+
+
+def second_backward(model: nn.Module, optimizer: fusedcomp.SGD, rank: int) -> None:
+    for step in (0, 1):
+        loss_of(model, rank, step).backward()
+
+
+def clipped(model: nn.Module, optimizer: fusedcomp.SGD, rank: int) -> None:
+    loss_of(model, rank, 0).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def unscaled(model: nn.Module, optimizer: fusedcomp.SGD, rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, rank, 0)).backward()
+    scaler.step(optimizer)
+
+
+def replaced(model: nn.Module, optimizer: fusedcomp.SGD, rank: int) -> None:
+    loss_of(model, rank, 0).backward()
+    model[0].weight.grad = model[0].weight.grad.clone()
+    optimizer.step()
+
+
+def removed(model: nn.Module, optimizer: fusedcomp.SGD, rank: int) -> None:
+    loss_of(model, rank, 0).backward()
+    model.zero_grad()
+    optimizer.step()
+
+
+def zeroed(model: nn.Module, optimizer: fusedcomp.SGD, rank: int) -> None:
+    loss_of(model, rank, 0).backward()
+    optimizer.zero_grad()
+
+
+def loaded(model: nn.Module, optimizer: fusedcomp.SGD, rank: int) -> None:
+    saved = optimizer.state_dict()
+    loss_of(model, rank, 0).backward()
+    optimizer.load_state_dict(saved)
+
+
+MISUSE = {
+    second_backward: "no_sync",
+    clipped: "overlap=False",
+    unscaled: "unscale_",
+    replaced: "'0.weight'",
+    removed: "was changed between backward() and step()",
+    zeroed: "zero_grad()",
+    loaded: "load_state_dict()",
+}
+
+
+def misuse_everywhere(rank: int, world: int) -> list[tuple[str, str, bytes]]:
+    results = []
+    for action in MISUSE:
+        model = net()
+        optimizer = optimizer_for(model)
+        step_ok(model, optimizer, rank, 5)
+        message = message_of(lambda a=action, m=model, o=optimizer: a(m, o, rank))
+        for step in (6, 7):  # the next steps work
+            step_ok(model, optimizer, rank, step)
+        results.append((action.__name__, message, digest(model)))
+    return results
+
+
+def test_misuse_raises_on_every_rank_and_the_next_step_works() -> None:
+    for (name, message, bits), (_, other, other_bits) in zip(*run(misuse_everywhere, 2), strict=True):
+        expected = next(text for action, text in MISUSE.items() if action.__name__ == name)
+        assert message.startswith("RuntimeError"), f"{name}: {message}"
+        assert expected in message, f"{name}: {message}"
+        assert message == other
+        assert bits == other_bits, f"replicas differ after {name}"
+
+
+def misuse_on_one_rank(rank: int, world: int) -> list[tuple[str, str, bytes, bytes]]:
+    results = []
+    for action in (second_backward, zeroed):
+        model = net()
+        optimizer = optimizer_for(model)
+        step_ok(model, optimizer, rank, 5)
+        if rank == 1:
+            message = message_of(lambda a=action, m=model, o=optimizer: a(m, o, rank))
+        else:
+            loss_of(model, rank, 0).backward()
+            message = message_of(optimizer.step)
+        after = digest(model)
+        for step in (6, 7):
+            step_ok(model, optimizer, rank, step)
+        results.append((action.__name__, message, after, digest(model)))
+    return results
+
+
+def test_misuse_on_one_rank_reaches_all() -> None:
+    """The rank that failed finishes the step with empty payloads; nobody waits, all apply the same, all raise."""
+    for innocent, guilty in zip(*run(misuse_on_one_rank, 2), strict=True):
+        assert "another rank failed" in innocent[1]
+        assert "another rank" not in guilty[1]
+        assert innocent[2:] == guilty[2:]
+
+
+def gone(rank: int, world: int) -> tuple[str, float]:
+    model = net()
+    optimizer = optimizer_for(model)
+    step_ok(model, optimizer, rank, 5)
+    dist.barrier()
+    if rank == 1:
+        # Its peers see the closed connection, not a silent one.
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the test's own barrier
+        return "gone", 0.0
+    start = time.monotonic()
+    loss_of(model, rank, 0).backward()
+    message = message_of(optimizer.step)
+    elapsed = time.monotonic() - start
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return message, elapsed
+
+
+def test_a_rank_that_is_gone_is_reported_in_bounded_time() -> None:
+    message, elapsed = run(gone, 2)[0]
+    assert "RuntimeError" in message
+    assert "'6.weight'" in message, message  # the parameters of the bucket are named
+    assert elapsed < 60
+
+
+def accumulated(rank: int, world: int) -> float:
+    """no_sync: three micro-steps, a parameter that only the first uses; equal to torch on summed gradients."""
+    ours, theirs = (nn.ModuleList([net(), nn.Linear(10, 256), nn.Linear(256, 10)]) for _ in range(2))
+    for target, source in zip(theirs.parameters(), ours.parameters(), strict=True):
+        target.data.copy_(source.data)
+
+    def loss(model: nn.ModuleList, step: int, extra: bool) -> torch.Tensor:
+        inputs, targets = batch(rank, step)
+        hidden = model[0](inputs)
+        if extra:
+            hidden = hidden + model[2](torch.tanh(model[1](hidden)))
+        return nn.functional.cross_entropy(hidden, targets) / 3
+
+    optimizer = fusedcomp.SGD(ours.parameters(), lr=0.05, momentum=0.9)
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
+    for step in range(10):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        with optimizer.no_sync():
+            loss(ours, 3 * step, extra=True).backward()
+            loss(ours, 3 * step + 1, extra=False).backward()
+        loss(ours, 3 * step + 2, extra=False).backward()
+        optimizer.step()
+        for micro in range(3):
+            loss(theirs, 3 * step + micro, extra=micro == 0).backward()
+        average_gradients(theirs)
+        reference.step()
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return max(float((a - b).abs().max().detach()) for a, b in pairs)
+
+
+def test_accumulation_in_no_sync() -> None:
+    assert max(run(accumulated, 2)) < 1e-5
+
+
+def partly_unused(rank: int, world: int, sparse: bool) -> dict[str, object]:
+    """A branch that only rank 0 uses in even steps, and one that nobody ever uses."""
+    ours = nn.ModuleDict({"net": net(), "branch": nn.Linear(64, 64), "never": nn.Linear(64, 64)})
+    theirs = nn.ModuleDict({"net": net(), "branch": nn.Linear(64, 64), "never": nn.Linear(64, 64)})
+    setting = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+    compressor = TopK(0.01) if sparse else fusedcomp.Identity()
+    optimizer = fusedcomp.SGD(ours.parameters(), **setting, compressor=compressor)
+    theirs.load_state_dict(ours.state_dict())
+    reference = torch.optim.SGD(theirs.parameters(), **setting)
+    never = ours["never"].weight.detach().clone()
+
+    def loss(model: nn.ModuleDict, step: int) -> torch.Tensor:
+        inputs, targets = batch(rank, step)
+        hidden = model["net"][:7](inputs)
+        if rank == 0 and step % 2 == 0:
+            hidden = hidden + torch.tanh(model["branch"](hidden))
+        return nn.functional.cross_entropy(model["net"][7:](hidden), targets)
+
+    for step in range(20):
+        optimizer.zero_grad()
+        loss(ours, step).backward()
+        optimizer.step()
+        reference.zero_grad()
+        loss(theirs, step).backward()
+        if step % 2 == 0:  # None on some ranks is a zero gradient, None on all is a parameter to skip
+            for param in theirs["branch"].parameters():
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        average_gradients(theirs)
+        reference.step()
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    state = optimizer.state[ours["branch"].weight]
+    return {
+        "bits": digest(ours),
+        "never_moved": torch.equal(ours["never"].weight, never),
+        "distance": max(float((a - b).abs().max().detach()) for a, b in pairs),
+        "branch_state": float(next(iter(state.values())).abs().sum()),
+    }
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["identity", "topk"])
+def test_parameters_without_gradient_on_some_or_all_ranks(sparse: bool) -> None:
+    zero, one = run(partly_unused, 2, sparse)
+    assert zero["bits"] == one["bits"]
+    assert zero["never_moved"]
+    assert zero["branch_state"] > 0
+    assert one["branch_state"] > 0  # rank 1 never has a gradient: its velocity takes part in decay all the same
+    if not sparse:
+        assert zero["distance"] < 1e-5
+
+
+DIFFERENT = {
+    "density": lambda r: ({"compressor": TopK(0.01 * (1 + r))}, net()),
+    "scope": lambda r: ({"compressor": TopK(0.01, scope=("bucket", "tensor")[r])}, net()),
+    "lr": lambda r: ({"lr": 0.1 + r}, net()),
+    "bucket_cap_mb": lambda r: ({"bucket_cap_mb": 1.0 + r}, net()),
+    "overlap": lambda r: ({"overlap": bool(r)}, net()),
+    "layout of parameter '0.weight'": lambda r: ({}, nn.Sequential(nn.Linear(3 + r, 2))),
+    "number of parameters": lambda r: ({}, nn.Sequential(nn.Linear(3, 2, bias=bool(r)))),
+}
+
+
+def differing(rank: int, world: int) -> list[str]:
+    return [
+        message_of(lambda s=setting, m=model: optimizer_for(m, **s))
+        for setting, model in (make(rank) for make in DIFFERENT.values())
+    ]
+
+
+def test_ranks_built_differently_are_refused_by_field() -> None:
+    zero, one = run(differing, 2)
+    for field, message, other in zip(DIFFERENT, zero, one, strict=True):
+        assert message.startswith("ValueError: ranks were given different optimizers"), message
+        assert field in message, message
+        assert message == other

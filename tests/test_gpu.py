@@ -1,0 +1,188 @@
+"""On a GPU: no host synchronisation, stream order, offsets past 2**31; two GPUs: replicas over NCCL."""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+import fusedcomp
+from fusedcomp import TopK
+from fusedcomp.kernels import compress
+from fusedcomp.kernels.apply import apply_payloads
+from fusedcomp.kernels.segments import Operands, Segments
+
+pytestmark = pytest.mark.gpu
+
+OPTIMIZERS = {
+    "topk": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, weight_decay=1e-4, compressor=TopK(0.01)),
+    "tensor": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01, scope="tensor")),
+    "lars": lambda p: fusedcomp.LARS(p, lr=1.0, weight_decay=1e-4, compressor=TopK(0.01)),
+    "identity": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9),
+    "warmup": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01, warmup_steps=12)),
+    "residual": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01), memory=fusedcomp.Residual()),
+}
+
+
+def wide_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(512, 10)).cuda()
+
+
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer):
+    inputs, targets = torch.randn(64, 512, device="cuda"), torch.randint(10, (64,), device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_host_sync(name: str) -> None:
+    """No synchronising call and no pageable copy in 20 steps: by the runtime and by the profiler."""
+    model = wide_net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step = make_step(model, optimizer)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as trace:
+            for _ in range(20):
+                step()
+                optimizer.metrics()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    events = {event.key for event in trace.key_averages()}
+    waits = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"} & events
+    assert not waits, waits
+    assert not {event for event in events if "Pageable" in event and "Memcpy" in event}
+    assert any("_update_dense_kernel" in event for event in events), "the trace saw no kernel of ours"
+    # torch.profiler itself synchronises the device when it stops; a step must not.
+    assert sum(e.count for e in trace.key_averages() if e.key == "cudaDeviceSynchronize") <= 2
+
+
+def stressed(sleep: bool) -> list[torch.Tensor]:
+    model = wide_net()
+    optimizer = fusedcomp.SGD(model.parameters(), lr=0.01, momentum=0.9, compressor=TopK(0.01), bucket_cap_mb=0.5)
+    generator = torch.Generator().manual_seed(3)
+    inputs, targets = torch.randn(64, 512, device="cuda"), torch.randint(10, (64,), device="cuda")
+    other = torch.cuda.Stream()
+    for step in range(15):
+        stream = other if step % 2 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            if sleep:
+                torch.cuda._sleep(int(torch.randint(10**6, (1,), generator=generator)))
+                with torch.cuda.stream(optimizer._backward.side):
+                    torch.cuda._sleep(int(torch.randint(10**6, (1,), generator=generator)))
+            loss.backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        if sleep:
+            torch.cuda._sleep(int(torch.randint(10**6, (1,), generator=generator)))
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_stream_order() -> None:
+    """Delays thrown into every stream, backward on a stream of its own in every other step: the same bits."""
+    calm = stressed(sleep=False)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(calm, stressed(sleep=True), strict=True))
+
+
+def test_offsets_past_2_31() -> None:
+    """A parameter of 2**31 + 7 elements: its last element is compressed and applied, the first is left alone."""
+    numel, device = 2**31 + 7, torch.device("cuda")
+    if torch.cuda.get_device_properties(0).total_memory < 60 << 30:
+        pytest.skip("needs 60 GiB")
+    segments = Segments.build([numel], device)
+    param, grad = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    grad[-1] = 5.0
+    operands = Operands([param])
+    operands.update([grad])
+    residual = torch.zeros(segments.padded_numel, device=device)
+    counts = torch.full((segments.num_blocks,), -7, dtype=torch.int64, device=device)
+    staged = torch.zeros((segments.num_blocks, compress.STAGE), dtype=torch.int16, device=device)
+    seed, flag = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+    least = torch.tensor([1 << 32], device=device)
+    compress.compress(
+        segments, operands, None, residual, least, None, seed, None, residual, counts, staged, None, flag,
+        accumulate="residual", grad_scale=1.0, weight_decay=0.0, momentum=0.0,
+    )  # fmt: skip
+    assert int(counts.sum()) == 1
+    assert int(counts[-1]) == 1
+    assert float(residual[numel - 1]) == 5.0
+    starts = torch.zeros((1, segments.num_pages + 1), dtype=torch.int32, device=device)
+    starts[0, -1] = 1
+    indices = torch.full((1, 1), (numel - 1) % 65536, dtype=torch.int16, device=device)
+    values, lr = torch.full((1, 1), 2.0, device=device), torch.ones(1, device=device)
+    apply_payloads(segments, operands, starts, indices, values, lr, inverse_world=1.0)
+    assert float(param[-1]) == -2.0
+    assert int(param.count_nonzero()) == 1
+
+
+def nccl_rank(rank: int, world: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    results = {}
+    for name, make in OPTIMIZERS.items():
+        torch.manual_seed(rank)
+        model = wide_net()
+        optimizer = make(model.parameters())
+        generator = torch.Generator(device="cuda").manual_seed(rank)
+        for _ in range(30):
+            inputs = torch.randn(64, 512, device="cuda", generator=generator)
+            targets = torch.randint(10, (64,), device="cuda", generator=generator)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        results[name] = [p.detach().cpu() for p in model.parameters()]
+    model = wide_net()
+    optimizer = OPTIMIZERS["topk"](model.parameters())
+    step = make_step(model, optimizer)
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(5):
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.multigpu
+def test_replicas_over_nccl() -> None:
+    """Two ranks with different data, overlapped exchange: the same bits on both, and no host sync with NCCL in play."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(nccl_rank, (2, folder), nprocs=2)
+        zero, one = (torch.load(f"{folder}/{rank}.pt") for rank in range(2))
+    for name in OPTIMIZERS:
+        for a, b in zip(zero[name], one[name], strict=True):
+            assert torch.equal(a, b), name
+            assert torch.isfinite(a).all()
+
+
+@pytest.mark.multigpu
+def test_demo_over_nccl(tmp_path: str) -> None:
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    command = [sys.executable, "-m", "fusedcomp", "demo", "--epochs", "2", "--output", f"{tmp_path}/demo.png"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "nccl" in done.stdout.lower()
+    assert os.path.getsize(f"{tmp_path}/demo.png") > 10_000

@@ -1,0 +1,365 @@
+"""Every kernel against its twin, bit for bit except sums of squares; without a GPU the kernels are interpreted."""
+
+import importlib
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedcomp.kernels.segments import BLOCK, Operands
+from kernel_cases import POISON, SIZES, Case, build, scratch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+SUM = {"rtol": 1e-5, "atol": 1e-6}  # sums of squares: another order of additions
+
+NAMES = ("compress", "refine", "apply", "norms", "dense", "headers")
+KERNELS = {name: importlib.import_module(f"fusedcomp.kernels.{name}") for name in NAMES}
+TWINS = {name: importlib.import_module(f"fusedcomp.kernels.reference.{name}") for name in NAMES}
+Modules = dict[str, ModuleType]
+
+STEP = {"accumulate": "momentum", "grad_scale": 1.0, "weight_decay": 1e-2, "momentum": 0.9}
+
+
+def i64(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def sample_table(case: Case, most: int = 300) -> Tensor:
+    rows = [(s, i) for s, n in enumerate(case.segments.numels) for i in range(0, n, -(-n // most))]
+    return torch.tensor(rows, dtype=torch.int64, device=DEVICE)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    for name in a:
+        if name == "partials":
+            torch.testing.assert_close(a[name], b[name], equal_nan=True, **SUM, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            left, right = a[name], b[name]
+            if left.is_floating_point():  # NaNs are equal where the bits are of a NaN on both sides
+                left, right = left.nan_to_num(nan=POISON), right.nan_to_num(nan=POISON)
+            assert torch.equal(left, right), f"{name} differs at {(left != right).nonzero()[:5].tolist()}"
+
+
+def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) -> dict[str, Tensor]:
+    """sample -> select -> compress -> gather -> select -> pack, everything written comes back."""
+    options = STEP | step
+    segments, operands = case.segments, case.operands()
+    velocity = case.velocity if options["accumulate"] in ("momentum", "nesterov") else None
+    trust = case.trust if options.pop("with_trust", True) else None
+    masking = options.pop("masking", True)
+    ranks = [max(1, round(n * fraction)) for n in segments.scope_numels]
+    capacity = options.pop("capacity", segments.numel)
+    out = scratch(case, capacity, sum(ranks))
+    table = sample_table(case)
+    out["sample_keys"] = torch.full((len(table),), -7, dtype=torch.int64, device=DEVICE)
+    modules["compress"].sample(
+        segments, operands, table, velocity, case.residual, trust, case.seed, out["sample_keys"], **options
+    )
+    in_scope = [sum(1 for s in table[:, 0].tolist() if segments.scope_of(s) == c) for c in range(len(ranks))]
+    bounds = i64(0, *torch.tensor(in_scope).cumsum(0).tolist())
+    thresholds = i64(*[-7] * len(ranks))
+    sample_ranks = i64(*[min(n, max(1, round(2 * fraction * n) + 3)) for n in in_scope])
+    scopes = torch.arange(len(ranks) + 1, device=DEVICE)
+    modules["refine"].select_threshold(out["sample_keys"], bounds, scopes, sample_ranks, thresholds)
+    out["sampled_thresholds"] = thresholds.clone()
+    modules["compress"].compress(
+        segments, operands, velocity, case.residual, thresholds, trust, case.seed, velocity, case.residual,
+        out["counts"], out["staged"], out["partials"], out["flag"], **options,
+    )  # fmt: skip
+    out["residual_before_pack"] = case.residual.clone()
+    modules["refine"].gather_candidates(
+        segments, out["counts"], out["staged"], case.residual, thresholds, case.seed, out["offsets"],
+        out["keys"], out["indices"],
+    )  # fmt: skip
+    modules["refine"].select_threshold(out["keys"], out["offsets"], segments.scope_blocks, i64(*ranks), thresholds)
+    modules["refine"].pack_payload(
+        segments, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
+        case.residual, out["winners"], out["starts"], out["out_indices"], out["values"],
+    )  # fmt: skip
+    return out | {"thresholds": thresholds, "velocity": case.velocity, "residual": case.residual}
+
+
+def both(case: Case, fraction: float, **step: object) -> dict[str, Tensor]:
+    twin = whole_pass(TWINS, case.copy(), fraction, **step)
+    fast = whole_pass(KERNELS, case.copy(), fraction, **step)
+    same(fast, twin)
+    return fast
+
+
+@pytest.mark.parametrize("per_tensor", [False, True], ids=["bucket", "tensor"])
+@pytest.mark.parametrize("name", SIZES)
+def test_whole_pass_over_sizes(name: str, per_tensor: bool) -> None:
+    case = build(SIZES[name], device=DEVICE, per_tensor=per_tensor)
+    out = both(case, 0.02)
+    ranks = [max(1, round(n * 0.02)) for n in case.segments.scope_numels]
+    assert int(out["starts"][-1]) == sum(ranks)  # exactly k
+
+
+@pytest.mark.parametrize("accumulate", ["none", "residual", "momentum", "nesterov"])
+@pytest.mark.parametrize("weight_decay", [0.0, 1e-2])
+def test_whole_pass_over_memories(accumulate: str, weight_decay: float) -> None:
+    case = build(SIZES["mixed"], device=DEVICE)
+    both(case, 0.05, accumulate=accumulate, weight_decay=weight_decay, with_trust=weight_decay > 0, grad_scale=-1.0)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3])
+def test_unaligned_addresses(shift: int) -> None:
+    """Gradients of concatenated parameters are views 4, 8 or 12 bytes past a 16-byte boundary."""
+    case = build((5000, 2048, 4096), device=DEVICE, shift=shift)
+    assert all(p.data_ptr() % 16 == 4 * shift for p in case.params)
+    both(case, 0.02)
+
+
+@pytest.mark.parametrize("values", ["ties", "clustered", "nan", "inf"])
+@pytest.mark.parametrize("per_tensor", [False, True], ids=["bucket", "tensor"])
+def test_unusual_values(values: str, per_tensor: bool) -> None:
+    """Ties; hundreds of winners in one block (its staging row overflows); a broken gradient sets the flag."""
+    case = build((4096, 3000, 6144), device=DEVICE, per_tensor=per_tensor, values=values)
+    out = both(case, 0.1)
+    assert int(out["flag"]) == (values in ("nan", "inf"))
+    if values == "clustered" and not per_tensor:
+        assert int(out["counts"][0]) > out["staged"].shape[1], "this case is to overflow a staging row"
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1.0])
+def test_extreme_densities(fraction: float) -> None:
+    case = build((2049, 5000), device=DEVICE)
+    out = both(case, fraction)
+    assert int(out["starts"][-1]) == max(1, round(7049 * fraction))
+
+
+def test_full_candidate_buffer_keeps_the_rest() -> None:
+    """More candidates than the buffer holds: those left out stay in the residual, none is lost or doubled."""
+    case = build((10243,), device=DEVICE)
+    out = both(case, 0.05, capacity=100)
+    before = out["residual_before_pack"]
+    sent = torch.zeros_like(before)
+    index = out["out_indices"][: int(out["starts"][-1])].long() & 0xFFFF
+    sent[index] = out["values"][: len(index)]
+    assert torch.equal(sent + out["residual"], before)
+    assert len(index) == 100 == len(index.unique())
+
+
+def test_missing_gradients_leave_their_segments_alone() -> None:
+    case = build((3000, 2048, 5000), device=DEVICE, missing=(1,))
+    out = both(case, 0.02)
+    where = case.segments.slices[1]
+    assert torch.equal(out["residual"][where], case.residual[where])
+    assert torch.equal(out["velocity"][where], case.velocity[where])
+
+
+def test_no_masking_keeps_the_velocity() -> None:
+    both(build((3000, 5000), device=DEVICE), 0.02, masking=False)
+
+
+def test_separate_output_states() -> None:
+    """States are read from one buffer and written to another; the input stays as it was."""
+    case = build((3000, 5000), device=DEVICE)
+    out, results = scratch(case, 10, 10), []
+    for modules in (KERNELS, TWINS):
+        velocity, residual = torch.full_like(case.velocity, POISON), torch.full_like(case.residual, POISON)
+        before = case.copy()
+        modules["compress"].compress(
+            case.segments, case.operands(), case.velocity, case.residual, i64(1 << 62), case.trust, case.seed,
+            velocity, residual, out["counts"], out["staged"], out["partials"], out["flag"], **STEP,
+        )  # fmt: skip
+        assert torch.equal(case.velocity, before.velocity)
+        assert torch.equal(case.residual, before.residual)
+        results.append({"velocity": velocity, "residual": residual})
+    same(*results)
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_dense_step_of_a_compressed_bucket(shift: int) -> None:
+    case, results = build((3001, 2048, 5000), device=DEVICE, shift=shift, missing=(1,)), []
+    for modules in (KERNELS, TWINS):
+        mine = case.copy()
+        sent = torch.full((case.segments.numel,), POISON, device=DEVICE)
+        out = scratch(mine, 1, 1)
+        modules["compress"].compress_all(
+            mine.segments, mine.operands(), mine.velocity, mine.residual, mine.trust, mine.velocity, mine.residual,
+            sent, out["partials"], out["flag"], **STEP,
+        )  # fmt: skip
+        results.append(
+            {"sent": sent, "velocity": mine.velocity, "residual": mine.residual, "partials": out["partials"]}
+        )
+    same(*results)
+    assert not results[0]["residual"][: 2 * BLOCK].any()
+
+
+def test_settle_only_touches_segments_present_elsewhere() -> None:
+    case, results = build((3000, 2048, 5000), device=DEVICE, missing=(0, 1)), []
+    present = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
+    for modules in (KERNELS, TWINS):
+        mine = case.copy()
+        modules["compress"].settle(
+            mine.segments, mine.operands(), present, mine.trust, mine.velocity, mine.residual,
+            accumulate="nesterov", weight_decay=0.1, momentum=0.9,
+        )  # fmt: skip
+        results.append({"velocity": mine.velocity, "residual": mine.residual})
+    same(*results)
+    changed = [not torch.equal(results[0]["residual"][w], case.residual[w]) for w in case.segments.slices]
+    assert changed == [True, False, False]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_apply(world: int) -> None:
+    """Against the twin, and the twin against a float64 scatter; hostile numbers do no harm."""
+    case = build((70001, 3000, 2049), device=DEVICE)
+    cases = [build((70001, 3000, 2049), device=DEVICE, shift=rank) for rank in range(world)]
+    packed = [whole_pass(TWINS, mine.copy(), 0.02) for mine in cases]
+    starts, indices, values = (torch.stack([p[k] for p in packed]) for k in ("starts", "out_indices", "values"))
+    lr = torch.tensor([0.1], device=DEVICE)
+    results = []
+    for modules in (KERNELS, TWINS):
+        mine = case.copy()
+        modules["apply"].apply_payloads(
+            mine.segments, mine.operands(), starts, indices, values, lr, inverse_world=1.0 / world
+        )
+        results.append({f"param{i}": p for i, p in enumerate(mine.params)})
+    same(*results)
+    update = torch.zeros(case.segments.padded_numel, dtype=torch.float64, device=DEVICE)
+    for rank in range(world):
+        for page in range(case.segments.num_pages):
+            at = slice(int(starts[rank, page]), int(starts[rank, page + 1]))
+            update.index_add_(0, page * 65536 + (indices[rank, at].long() & 0xFFFF), values[rank, at].double())
+    for i, (param, where) in enumerate(zip(case.params, case.segments.slices, strict=True)):
+        expected = param.double() - 0.1 / world * update[where]
+        torch.testing.assert_close(results[0][f"param{i}"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_apply_survives_hostile_payloads() -> None:
+    """Starts and indices from a peer are clamped: no store outside the parameters."""
+    case, results = build((3000, 2049), device=DEVICE), []
+    starts = torch.tensor([[-50, 1 << 30], [5, 2]], dtype=torch.int32, device=DEVICE)
+    indices = torch.arange(-32768, 32768, 257, device=DEVICE).to(torch.int16).expand(2, -1).contiguous()
+    values = torch.ones(indices.shape, device=DEVICE)
+    for modules in (KERNELS, TWINS):
+        mine = case.copy()
+        guard = [torch.full((n + 64,), POISON, device=DEVICE) for n in case.segments.numels]
+        for box, param in zip(guard, mine.params, strict=True):
+            box[32 : 32 + param.numel()] = param
+        mine.params = [box[32:-32] for box in guard]
+        modules["apply"].apply_payloads(
+            mine.segments, mine.operands(), starts, indices, values, torch.ones(1, device=DEVICE), inverse_world=0.5
+        )
+        results.append({f"param{i}": p for i, p in enumerate(guard)})
+        assert all((box[:32] == POISON).all() and (box[-32:] == POISON).all() for box in guard)
+    same(*results)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_dense_pack_and_update(momentum: float, nesterov: bool) -> None:
+    case, results = build((5, 2048, 3001, 1), device=DEVICE, missing=(2,)), []
+    lr = torch.tensor([0.1], device=DEVICE)
+    for modules in (KERNELS, TWINS):
+        mine = case.copy()
+        flat = torch.full((case.segments.numel,), POISON, device=DEVICE)
+        flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        modules["dense"].pack_dense(mine.segments, mine.operands(), flat, flag, grad_scale=-1.0)
+        summed = Operands(mine.params)
+        summed.update([flat[w] for w in case.segments.compact_slices])
+        modules["dense"].update_dense(
+            mine.segments, summed, torch.tensor([1, 1, 0, 1], dtype=torch.int32, device=DEVICE), mine.trust, lr,
+            mine.velocity if momentum else None,
+            inverse_world=0.25, weight_decay=0.01, momentum=momentum, nesterov=nesterov and momentum > 0,
+        )  # fmt: skip
+        results.append({"flat": flat, "momentum": mine.velocity} | {f"p{i}": p for i, p in enumerate(mine.params)})
+    same(*results)
+    assert torch.equal(results[0]["p2"], case.params[2])  # absent everywhere: skipped
+
+
+def test_norms_and_trust() -> None:
+    case, results = build((1, 2048, 10243, 70001), device=DEVICE, missing=(1,)), []
+    known = torch.tensor([0.0, 0.0, 3.0, 0.0], device=DEVICE)
+    for modules in (KERNELS, TWINS):
+        partials = torch.zeros(case.segments.num_blocks, 2, device=DEVICE)
+        norms, trust = torch.full((2, 4), POISON, device=DEVICE), torch.full((4,), POISON, device=DEVICE)
+        modules["norms"].block_norms(case.segments, case.operands(), known, partials)
+        modules["norms"].reduce_norms(case.segments, partials, norms)
+        modules["norms"].trust_ratios(norms, None, trust, coefficient=0.01, weight_decay=0.1, eps=1e-8)
+        results.append((norms, trust))
+    for fast, twin in zip(*results, strict=True):
+        torch.testing.assert_close(fast, twin, **SUM)
+    norms, trust = results[0]
+    for segment in (0, 3):
+        g, w = case.grads[segment].double(), case.params[segment].double()
+        expected = 0.01 * w.norm() / (g.norm() + 0.1 * w.norm() + 1e-8)
+        torch.testing.assert_close(trust[segment].double(), expected, rtol=1e-5, atol=0.0)
+    assert trust[1] == 1.0  # no gradient: a norm of 0
+    assert not norms[:, 2].any()  # known: not read
+
+
+def test_trust_falls_back_where_no_norm_is_known() -> None:
+    norms = torch.tensor([[0.0, 4.0, 4.0], [0.0, 9.0, 0.0]], device=DEVICE)
+    fallback = torch.tensor([[1.0, 100.0, 1.0], [16.0, 100.0, 1.0]], device=DEVICE)
+    for modules in (KERNELS, TWINS):
+        trust = torch.full((3,), POISON, device=DEVICE)
+        modules["norms"].trust_ratios(norms, fallback, trust, coefficient=1.0, weight_decay=0.0, eps=0.0)
+        assert trust.tolist() == [4.0, 1.5, 1.0]
+
+
+def test_commit_norms_keeps_the_last_usable_ones() -> None:
+    """Mean over ranks of |g|^2, rank 0's |w|^2; zero, NaN, inf and absent segments keep what is known."""
+    nan, inf = float("nan"), float("inf")
+    received = torch.tensor(
+        [[1.0, 0.0, nan, inf, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0], [3.0, 0.0, 1.0, 1.0, 5.0, 9.0, 9.0, 9.0, 9.0, 9.0]],
+        device=DEVICE,
+    )
+    present = torch.tensor([1, 1, 1, 1, 0], dtype=torch.int32, device=DEVICE)
+    for modules in (KERNELS, TWINS):
+        norms = torch.full((2, 5), 7.0, device=DEVICE)
+        modules["norms"].commit_norms(received, present, norms, inverse_world=0.5)
+        assert norms.tolist() == [[2.0, 7.0, 7.0, 7.0, 7.0], [10.0, 7.0, 7.0, 7.0, 7.0]]
+
+
+@pytest.mark.parametrize("segments", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("failed", [False, True])
+def test_headers_and_trailers(segments: int, failed: bool) -> None:
+    params = [torch.zeros(1, device=DEVICE) for _ in range(segments)]
+    grads = [
+        [torch.zeros(1, device=DEVICE) if (i * 7 + r) % 3 == 0 else None for i in range(segments)] for r in range(2)
+    ]
+    expected = [int(any(grads[r][i] is not None for r in range(2))) for i in range(segments)]
+    for modules in (KERNELS, TWINS):
+        headers = torch.full((2, 4 + -(-segments // 32)), -7, dtype=torch.int32, device=DEVICE)
+        trailers = torch.full((2, segments + 2), POISON, device=DEVICE)
+        for rank in range(2):
+            operands = Operands(params)
+            operands.update(grads[rank])
+            seed = torch.tensor([41], dtype=torch.int32, device=DEVICE)
+            for write, out in (("write_header", headers[rank]), ("write_trailer", trailers[rank])):
+                flag = torch.tensor([rank], dtype=torch.int32, device=DEVICE)
+                extra = (
+                    (torch.tensor([99], dtype=torch.int32, device=DEVICE), flag, seed)
+                    if write == "write_header"
+                    else (flag,)
+                )
+                getattr(modules["headers"], write)(operands, *extra, out, failed=failed and rank == 1)
+                assert int(flag) == 0
+            assert int(seed) == 42
+        assert headers[:, :4].tolist() == [[1, 99, 0, 41], [1, 99, 1 + 2 * failed, 41]]
+        for read, source in (("read_headers", headers), ("read_trailer", trailers.sum(0))):
+            status = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+            present = torch.full((segments,), -7, dtype=torch.int32, device=DEVICE)
+            getattr(modules["headers"], read)(source, status, present)
+            assert present.tolist() == expected
+            assert status.tolist() == [1, int(failed)]
+
+
+def test_all_entries_get_their_turn_among_equals() -> None:
+    """All magnitudes equal: winners change with the step and cover the tensor evenly, whatever their address."""
+    n, steps, hits = 5000, 60, torch.zeros(5000, device=DEVICE)
+    for step in range(steps):
+        case = build((n,), device=DEVICE)
+        case.residual[:n], case.velocity[:n] = 1.0, 0.0
+        case.grads[0].zero_()
+        case.seed.fill_(step)
+        out = whole_pass(TWINS, case, 0.1, accumulate="residual", weight_decay=0.0, with_trust=False)
+        hits[out["indices"][out["keys"] >= out["thresholds"][0]]] += 1
+    quarters = hits.view(4, -1).sum(1) / hits.sum()
+    assert (quarters - 0.25).abs().max() < 0.02
+    assert hits.min() > 0 or (hits == 0).float().mean() < 0.01

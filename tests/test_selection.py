@@ -1,0 +1,152 @@
+"""TopK(selection="exact"): the k largest, on real training steps, through shocks, schedules and a resume."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import nn
+
+import fusedcomp
+from fusedcomp import MomentumCorrection, Residual, TopK
+from fusedcomp.compressors import count_at, num_samples, plan_selection
+from fusedcomp.pipeline import SparseExchange
+from ranks import run
+
+STEPS = 1000
+SPIKE, SHRINK, RESUME = 400, 600, 800
+
+
+def watch(exchange: SparseExchange, records: list[tuple[int, int, int, bool]]) -> None:
+    """Note for every step: k, entries sent, candidates, and whether what was sent are torch.topk's k largest."""
+    refine = exchange.ops.refine
+    gather, pack = refine.gather_candidates, refine.pack_payload
+
+    def pack_and_compare(
+        segments, keys, indices, offsets, thresholds, velocity, residual, winners, starts, out, values
+    ):
+        if winners is not exchange.winners:
+            return pack(segments, keys, indices, offsets, thresholds, velocity, residual, winners, starts, out, values)
+        before = residual.clone()
+        pack(segments, keys, indices, offsets, thresholds, velocity, residual, winners, starts, out, values)
+        count = int(starts[-1])
+        page = torch.arange(segments.num_pages).repeat_interleave((starts[1:] - starts[:-1]).long())
+        index = page * 65536 + (out[:count].long() & 0xFFFF)
+        best = before.abs().topk(len(values)).values
+        # Up to ties: the same magnitudes, each entry at most once, each with its own value.
+        same = (
+            count == len(values)
+            and torch.equal(values[:count].abs().sort(descending=True).values, best)
+            and len(index.unique()) == count
+            and torch.equal(values[:count], before[index])
+            and torch.equal(before.index_put((index,), torch.zeros(count)), residual)
+        )
+        records.append((len(values), count, int(offsets[-1]), same))
+        return None
+
+    exchange.ops = type(exchange.ops)(**vars(exchange.ops))
+    exchange.ops.refine = type(exchange.ops)(
+        gather_candidates=gather, select_threshold=refine.select_threshold, pack_payload=pack_and_compare
+    )
+
+
+def digits_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(2048, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def real_steps(rank: int, world: int, momentum: float) -> list[tuple[int, int, int, bool]]:
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    targets = torch.tensor(data.target)
+    model = digits_net()
+
+    def build() -> fusedcomp.SGD:
+        optimizer = fusedcomp.SGD(
+            model.parameters(), lr=0.05, momentum=momentum, compressor=TopK(0.002, warmup_steps=200),
+            memory=MomentumCorrection() if momentum else Residual(),
+        )  # fmt: skip
+        for exchange in optimizer._exchanges:
+            if isinstance(exchange, SparseExchange):
+                watch(exchange, records)
+        return optimizer
+
+    records: list[tuple[int, int, int, bool]] = []
+    optimizer = build()
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        if step == RESUME:
+            saved = optimizer.state_dict()
+            optimizer._backward.remove_hooks()
+            optimizer = build()
+            optimizer.load_state_dict(saved)
+            for exchange in optimizer._exchanges:  # rebuilt by loading
+                if isinstance(exchange, SparseExchange):
+                    watch(exchange, records)
+        pick = torch.randint(len(images), (16,), generator=generator)
+        loss = nn.functional.cross_entropy(model(images[pick]), targets[pick])
+        loss = loss * {SPIKE: 1000.0, SHRINK: 1e-3}.get(step, 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == SPIKE:  # the shock is to the selection, not to the weights
+            optimizer.param_groups[0]["lr"] = 0.05 / 1000
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.05
+    return records
+
+
+def check(records: list[tuple[int, int, int, bool]]) -> None:
+    exact = sum(sent == k for k, sent, _, _ in records)
+    assert len(records) >= STEPS
+    assert exact >= 0.999 * len(records), f"{exact} of {len(records)}"
+    assert sum(same for *_, same in records) >= 0.999 * len(records)
+    # Sampling does its work: the candidates are a few k, not the whole tensor.
+    late = [candidates / k for k, _, candidates, _ in records[-300:]]
+    assert max(late) < 8, max(late)
+
+
+def test_exact_over_a_thousand_real_steps() -> None:
+    for momentum in (0.0, 0.9):
+        for records in run(real_steps, 2, momentum, seconds=280):
+            check(records)
+
+
+@given(density=st.floats(1e-4, 1.0), numel=st.integers(1, 10**9))
+def test_plan_never_exceeds_the_scope(density: float, numel: int) -> None:
+    for selection in ("exact", "sampled"):
+        compressor = TopK(density, selection=selection)
+        plan = plan_selection(compressor, [numel], 0)
+        samples = num_samples(compressor, numel)
+        assert 1 <= plan.k <= numel
+        assert plan.k <= plan.capacity <= numel or (selection == "sampled" and plan.capacity <= numel)
+        assert 1 <= plan.sample_ranks[0] <= samples <= numel
+
+
+@given(density=st.floats(1e-5, 1.0), numel=st.integers(1, 10**7))
+def test_k_is_the_share_rounded_up(density: float, numel: int) -> None:
+    k = count_at(density, numel)
+    assert k >= density * numel * (1 - 1e-9)
+    assert k < density * numel + 1 or k == 1
+    assert count_at(0.001, 1000) == 1
+    assert count_at(0.07, 100) == 7
+
+
+@given(density=st.floats(1e-4, 0.9), warmup=st.integers(1, 10_000))
+def test_warmup_never_rises_and_ends_at_the_density(density: float, warmup: int) -> None:
+    compressor = TopK(density, warmup_steps=warmup)
+    steps = sorted({0, *(warmup * i // 20 for i in range(20)), warmup - 1, warmup, warmup + 1})
+    densities = [compressor.density_at(step) for step in steps]
+    assert densities == sorted(densities, reverse=True)
+    assert compressor.density_at(warmup) == density
+    assert densities[0] == density ** (1 / 5)
+
+
+def test_warmup_is_the_papers_schedule() -> None:
+    """Lin et al. section 3.3: 75 %, 93.75 %, 98.4375 %, 99.6 % sparsity, then 99.9 %."""
+    compressor = TopK(0.001, warmup_steps=400)
+    for step, sparsity in ((0, 0.75), (100, 0.9375), (200, 0.984375), (300, 0.996), (400, 0.999)):
+        assert math.isclose(1 - compressor.density_at(step), sparsity, abs_tol=0.002)
