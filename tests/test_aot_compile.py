@@ -69,7 +69,7 @@ def test_nothing_spills(rows):
 
 
 def test_the_pass_leaves_room_for_four_blocks_on_a_multiprocessor(rows):
-    # 65536 registers / (4 blocks x 128 threads): fewer would not keep enough bytes in flight.
+    # 65536 registers / (4 blocks x 128 threads).
     crowded = [row for row in rows if row["kernel"] == "_compress_kernel" and row["registers"] > 128]
     assert not names(crowded, "registers")
 

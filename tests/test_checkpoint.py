@@ -1,0 +1,153 @@
+"""Checkpoints: rank-local, resume bit for bit, honest about files of other ranks and of torch's own optimizers."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from fusedcomp import LARS, SGD, Residual, TopK
+from ranks import digest, loss_of, net, run
+
+BUILDERS = {
+    "topk": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-4, compressor=TopK(0.01, warmup_steps=20)),
+    "residual": lambda p: SGD(p, lr=0.05, momentum=0.9, compressor=TopK(0.01), memory=Residual()),
+    "lars": lambda p: LARS(p, lr=1.0, weight_decay=1e-4, compressor=TopK(0.01)),
+    "identity": lambda p: SGD(p, lr=0.05, momentum=0.9),
+}
+
+
+def advance(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def through_a_file(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(rank: int, world: int) -> dict[str, tuple[bytes, bytes, bool]]:
+    results = {}
+    for name, build in BUILDERS.items():
+        model = net()
+        optimizer = build(model.parameters())
+        advance(model, optimizer, rank, 0, 10)
+        saved, weights = through_a_file(optimizer.state_dict()), through_a_file(model.state_dict())
+        advance(model, optimizer, rank, 10, 30)
+
+        other = net(seed=5)
+        again = build(other.parameters())
+        advance(other, again, rank, 40, 43)  # a used optimizer: loading replaces all of its state
+        other.load_state_dict(weights)
+        again.load_state_dict(saved)
+        kept = all(v.dtype == torch.float32 for s in again.state.values() for v in s.values())
+        advance(other, again, rank, 10, 30)
+        results[name] = (digest(model), digest(other), kept)
+    return results
+
+
+def test_resume_is_bit_exact() -> None:
+    """Twenty steps after loading equal the unbroken run, on two ranks with residuals of their own."""
+    for result in run(resumed, 2):
+        for name, (unbroken, loaded, kept) in result.items():
+            assert unbroken == loaded, name
+            assert kept, name
+
+
+def rank_zero_only(rank: int, world: int) -> tuple[bool, bool, list[str]]:
+    """Every rank loads rank 0's file: what is rank 0's own is kept there and zeroed elsewhere."""
+    import torch.distributed as dist
+
+    model = net()
+    optimizer = BUILDERS["topk"](model.parameters())
+    advance(model, optimizer, rank, 0, 10)
+    box = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    again = BUILDERS["topk"](net().parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again.load_state_dict(box[0])
+    weight = again.param_groups[0]["params"][6]
+    state, saved = again.state[weight], box[0]["state"][6]
+    residual_kept = torch.equal(state["residual"], saved["residual"]) and bool(state["residual"].any())
+    velocity_kept = torch.equal(state["velocity"], saved["velocity"])
+    return residual_kept, velocity_kept, [str(w.message) for w in caught if "rank" in str(w.message)]
+
+
+def test_a_file_of_rank_0_on_all_ranks() -> None:
+    zero, one = run(rank_zero_only, 2)
+    assert zero == (True, True, [])
+    residual_kept, velocity_kept, messages = one
+    assert not residual_kept
+    assert velocity_kept
+    assert len(messages) == 1
+    assert "saved by rank 0 of 2" in messages[0]
+    assert "torch.save(optimizer.state_dict()" in messages[0]  # the way out
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(64, 64)
+
+
+def test_plain_data_only() -> None:
+    optimizer = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01))
+    group = through_a_file(optimizer.state_dict())["param_groups"][0]
+    assert group["compressor"] == {
+        "name": "TopK", "density": 0.01, "warmup_steps": 0, "selection": "exact", "scope": "bucket"
+    }  # fmt: skip
+    assert group["fusedcomp"] == {"version": 1, "rank": 0, "world_size": 1, "step": 0}
+
+
+def test_a_torch_sgd_checkpoint_loads() -> None:
+    """Switching in mid-training: momentum goes on where torch left it."""
+    model, twin = net(), net()
+    before = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    advance(model, before, 0, 0, 10)
+    twin.load_state_dict(model.state_dict())
+    after = SGD(twin.parameters(), lr=0.9, momentum=0.9, compressor=TopK(1.0))
+    after.load_state_dict(through_a_file(before.state_dict()))
+    assert after.param_groups[0]["lr"] == 0.05
+    assert after.param_groups[0]["compressor"] == TopK(1.0)
+    advance(model, before, 0, 10, 20)
+    advance(twin, after, 0, 10, 20)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_saved_compressor_wins() -> None:
+    """As lr does: hyper-parameters come from the checkpoint."""
+    saved = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01, scope="tensor")).state_dict()
+    other = SGD(small().parameters(), lr=0.2, momentum=0.9, compressor=TopK(0.5))
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["compressor"] == TopK(0.01, scope="tensor")
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda g: g["fusedcomp"].update(version=99), "format version 99"),
+        (lambda g: g["compressor"].update(name="Magic"), "unknown record 'Magic'"),
+        (lambda g: g["params"].append(7), "doesn't match the size"),
+    ],
+)
+def test_bad_checkpoints_are_refused(change: object, text: str) -> None:
+    optimizer = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01))
+    saved = optimizer.state_dict()
+    change(saved["param_groups"][0])
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(saved)
+
+
+def test_another_world_size_is_reported() -> None:
+    saved = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01)).state_dict()
+    saved["param_groups"][0]["fusedcomp"]["world_size"] = 8
+    with pytest.warns(UserWarning, match="rank 0 of 8"):
+        SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01)).load_state_dict(saved)
