@@ -209,6 +209,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._wait(exchange)
         for exchange in self._exchanges:  # no bucket is applied before all are here
             exchange.apply(self._hyper(exchange.bucket.treatment.group))
+            exchange.bucket.operands.release()
         self._seen_status.copy_(self._status, non_blocking=True)
         self._step += 1
         self._backward.reset()
@@ -229,16 +230,20 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for exchange in self._exchanges[self._backward.next :]:
             exchange.launch_nothing(self._step)
         self._finish()
-        self._status[1] = 0  # the peers raise because of us; we raise here
-        self._seen_status.zero_()
+        self._forget_failure()  # the peers raise because of us; we raise here
         raise RuntimeError(message)
+
+    def _forget_failure(self) -> None:
+        if self._status.is_cuda:
+            torch.cuda.synchronize(self._status.device)  # copies of the status on their way would raise it once more
+        self._status[1] = 0
+        self._seen_status[1] = 0
 
     def _raise_if_peer_failed(self) -> None:
         """On CPU at once; on CUDA as soon as the copy of the status has arrived, without waiting for it."""
         if self._seen_status[1] == 0:
             return
-        self._status[1] = 0
-        self._seen_status[1] = 0
+        self._forget_failure()
         raise RuntimeError(
             "another rank failed during the exchange; its own error says why. What had been sent was applied on all "
             "ranks alike"

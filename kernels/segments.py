@@ -108,6 +108,10 @@ class Operands:
             self._pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True)
             self._copied = [torch.cuda.Event() for _ in range(self._SLOTS)]
 
+    def release(self) -> None:
+        """Let go of the gradients, so that zero_grad() frees them; the addresses stay."""
+        self.grads = [None] * len(self.params)
+
     def update(self, grads: Sequence[Tensor | None]) -> None:
         """Take this step's gradients; on CUDA the copy runs on the current stream."""
         self.grads = list(grads)

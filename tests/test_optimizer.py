@@ -1,7 +1,9 @@
 """What users rely on in a torch optimizer, in one process: groups, schedulers, closures, shapes, layouts, refusals."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -268,6 +270,17 @@ def test_gradients_are_only_read() -> None:
     before = [p.grad.clone() for p in model.parameters()]
     optimizer.step()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_are_freed_after_the_step() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01))
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    grads = [weakref.ref(p.grad) for p in model.parameters()]
+    optimizer.zero_grad()
+    gc.collect()
+    assert all(grad() is None for grad in grads)
 
 
 def test_clipping_without_overlap() -> None:
