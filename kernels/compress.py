@@ -215,7 +215,7 @@ def compress_all(
         velocity_out, residual_out, sent, None, None, partials, flag,
         grad_scale, weight_decay, momentum, len(segments.numels),
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_DECAY=weight_decay != 0.0,
-        HAS_TRUST=trust is not None, HAS_NORMS=partials is not None, SEND_ALL=True, PER_TENSOR=segments.per_tensor,
+        HAS_TRUST=trust is not None, HAS_NORMS=partials is not None, SEND_ALL=True, PER_TENSOR=False,
         STAGE=STAGE, BLOCK=BLOCK,
     )  # fmt: skip
 

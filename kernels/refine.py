@@ -19,7 +19,7 @@ from fusedcomp.kernels.accumulate import selection_key
 from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, PAGE, Segments
 
-_CHUNK = 1024
+_CHUNK = 1024  # candidates at a time; packing holds twice as much of each, and spills 8 bytes at 1024
 
 
 @triton.jit
@@ -243,5 +243,5 @@ def pack_payload(
         velocity, residual,
         starts, out_indices, values,
         keys.numel(), segments.num_blocks, segments.num_pages, values.numel(),
-        MASK_VELOCITY=velocity is not None, PAGE=PAGE, CHUNK=_CHUNK, **common,
+        MASK_VELOCITY=velocity is not None, PAGE=PAGE, CHUNK=_CHUNK // 2, **common,
     )  # fmt: skip
