@@ -13,7 +13,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter patches triton.language for the length of a launch: two threads at once break each other.
 _LOCK = threading.RLock()
 
-# Warps per program. 2048-element blocks at 4 warps hold 16 elements a thread; 4096 and up spill (docs/decisions/0002-blocks.md).
+# Warps per program. Blocks of 2048 at 4 warps hold 16 elements a thread (docs/decisions/0002-blocks.md).
 WARPS = {"block": 4, "gather": 1, "page": 4, "select": 8, "small": 1}
 
 

@@ -1,0 +1,147 @@
+"""Does the compressed rule learn? The demo's task, every method at its best learning rate, several seeds.
+
+Two gloo processes (NCCL where there are two GPUs) train every method at every learning rate of the grid with every
+seed. A seed sets initial weights and image order; the split is the same for all. The learning rate of a method is the
+one with the highest mean validation accuracy over all seeds (the lower one of equals); test accuracy is reported there
+and nowhere else, so no test image has a say in it.
+
+LARS is given the same grid: its trust coefficient, taken from gradient norms and not searched, makes it move a layer
+about as far as SGD does at the same learning rate (fusedcomp/demo/train.py has the numbers).
+
+    python bench/training.py
+"""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import records
+from fusedcomp.demo import DATASETS, data, model, ranks, train
+
+GRID = (0.05, 0.1, 0.2, 0.4)
+MARGIN = 1.0  # points of mean test accuracy that a compressed method may lie below dense
+
+Run = tuple[train.Job, train.Outcome]
+
+
+def main() -> None:
+    arguments = _arguments()
+    length = DATASETS[arguments.dataset]
+    epochs = arguments.epochs or length.epochs
+    jobs = [
+        train.Job(dataclasses.replace(method, lr=lr), epochs, length.batch, seed)
+        for method, lr, seed in itertools.product(train.METHODS, GRID, range(arguments.seeds))
+    ]
+    runs = []
+    for job, outcome in _train(arguments.dataset, jobs):
+        runs.append((job, outcome))
+        _record(arguments, job, outcome, "validation_accuracy", outcome.validation_accuracy)
+        print(
+            f"{len(runs)}/{len(jobs)} {job.method.provider} lr {job.method.lr:g} seed {job.seed}: "
+            f"validation {outcome.validation_accuracy:.2%}, {outcome.seconds:.1f} s",
+            flush=True,
+        )
+    chosen = {method.provider: _best(runs, method.provider) for method in train.METHODS}
+    for job, outcome in itertools.chain.from_iterable(chosen.values()):
+        _record(arguments, job, outcome, "test_accuracy", outcome.test_accuracy)
+    _print_grid(runs)
+    _print_summary(chosen)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0, 1, ...; default: %(default)s")
+    parser.add_argument("--epochs", type=int, help="default: the demo's")
+    parser.add_argument("--output", type=Path, default=records.RESULTS / "training.jsonl")
+    return parser.parse_args()
+
+
+def _train(dataset: str, jobs: Sequence[train.Job]) -> Iterable[Run]:
+    """All jobs in one pair of processes; their start would take longer than a job."""
+    for message in ranks.launch(train.work, data.load(dataset), jobs):
+        if isinstance(message, train.Outcome):
+            yield jobs[message.job], message
+
+
+def _record(arguments: argparse.Namespace, job: train.Job, outcome: train.Outcome, metric: str, value: float) -> None:
+    records.append(
+        arguments.output,
+        bench="training",
+        case=arguments.dataset,
+        provider=job.method.provider,
+        metric=metric,
+        value=value,
+        dataset=arguments.dataset,
+        model=model.NAME,
+        parameters=outcome.parameters,
+        lr=job.method.lr,
+        momentum=train.MOMENTUM,
+        weight_decay=train.WEIGHT_DECAY,
+        trust_coefficient=train.TRUST_COEFFICIENT if job.method.lars else None,
+        compressor=repr(job.method.compressor),
+        seed=job.seed,
+        epochs=job.epochs,
+        steps=outcome.steps,
+        batch_per_rank=job.batch,
+        world_size=2,
+        backend=ranks.backend(2),
+        validation_accuracy=outcome.validation_accuracy,
+        bytes_sent=outcome.bytes_sent,
+        bytes_dense=outcome.bytes_dense,
+        seconds=round(outcome.seconds, 3),
+    )
+
+
+def _best(runs: Sequence[Run], provider: str) -> list[Run]:
+    """The runs of a method at its best learning rate, judged by validation images only."""
+    return max((_at(runs, provider, lr) for lr in GRID), key=_validation)
+
+
+def _at(runs: Sequence[Run], provider: str, lr: float) -> list[Run]:
+    return [(job, outcome) for job, outcome in runs if (job.method.provider, job.method.lr) == (provider, lr)]
+
+
+def _validation(runs: Sequence[Run]) -> float:
+    return statistics.mean(outcome.validation_accuracy for _, outcome in runs)
+
+
+def _print_grid(runs: Sequence[Run]) -> None:
+    print("\nmean validation accuracy, %", *(f"lr {lr:g}".rjust(9) for lr in GRID))
+    for method in train.METHODS:
+        means = (_validation(_at(runs, method.provider, lr)) for lr in GRID)
+        print(method.title.ljust(27), *(f"{100 * mean:9.2f}" for mean in means))
+
+
+def _print_summary(chosen: dict[str, list[Run]]) -> None:
+    print(
+        f"\n{'':20}{'lr':>5}{'test accuracy, %':>20}{'against dense':>16}{'MB per rank':>14}{'ratio':>8}{'seconds':>10}"
+    )
+    dense = _test(chosen["dense"])
+    for runs in chosen.values():
+        job, outcome = runs[0]
+        accuracies = _test(runs)
+        difference = statistics.mean(accuracies) - statistics.mean(dense)
+        print(
+            f"{job.method.title:20}{job.method.lr:5g}{_mean_and_sd(accuracies):>20}{difference:>+16.2f}"
+            f"{outcome.bytes_sent / 1e6:14.2f}{outcome.compression_ratio:8.1f}"
+            f"{statistics.mean(o.seconds for _, o in runs):10.1f}"
+        )
+        if difference < -MARGIN:
+            print(f"  more than {MARGIN:g} point below dense")
+
+
+def _test(runs: Sequence[Run]) -> list[float]:
+    return [100 * outcome.test_accuracy for _, outcome in runs]
+
+
+def _mean_and_sd(values: Sequence[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return f"{statistics.mean(values):.2f} ± {deviation:.2f}"
+
+
+if __name__ == "__main__":
+    main()
