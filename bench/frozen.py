@@ -97,9 +97,8 @@ class Frozen:
         self.grads = [[_take_grad(p) for p in e.bucket.params] for e in self.exchanges]
         for exchange, received in zip(self.sparse, payloads, strict=True):
             exchange.buffers.received = received
-        for exchange, grads in zip(self.exchanges, self.grads, strict=True):
+        for exchange in self.exchanges:
             exchange.group = _RecordedRanks()  # type: ignore[assignment]
-            exchange.bucket.operands.update(grads)
         optimizer._mirror_lr()
         self.states = [t for e in self.exchanges for t in e.bucket.states.values()]
         self.counters = [t for e in self.sparse for t in (e.seed, e.flag)]
@@ -110,6 +109,8 @@ class Frozen:
 
     def reset_states(self) -> None:
         """What the compress side changes."""
+        for exchange, grads in zip(self.exchanges, self.grads, strict=True):
+            exchange.bucket.operands.update(grads)  # ``optimizer.step()`` lets go of them; addresses stay the same
         for live, copies in zip((self.states, self.counters), self.copies, strict=False):
             copy_all(live, copies)
 

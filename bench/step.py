@@ -18,14 +18,18 @@ Each case runs in a process of its own: a crash or a hang of one leaves the othe
 
 import argparse
 import dataclasses
+import functools
 import gc
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -36,7 +40,8 @@ import launches
 import records
 import workloads
 from frozen import DENSITY, MOMENTUM, RANKS, Frozen, copy_all, gate, runs_kernels, train
-from fusedcomp.kernels import compress
+from fusedcomp.kernels.compress import STAGE
+from fusedcomp.pipeline import Exchange
 from harness import Clock, Figure, Variant, log
 
 DECAY = 1e-4
@@ -85,24 +90,35 @@ class Passes:
 
     def __init__(self, frozen: Frozen, weight_decay: float) -> None:
         self.frozen, self.decay = frozen, weight_decay
-        self.numbers = dict(accumulate="momentum", grad_scale=1.0, weight_decay=weight_decay, momentum=MOMENTUM)
-        self.thresholds = [e.thresholds.clone() for e in frozen.sparse]
+        self.calls: list[Callable[[], Any]] = []
+        self.thresholds: list[Tensor] = []
         frozen.reset()
-        for e, thresholds in zip(frozen.sparse, self.thresholds, strict=True):
-            e.ops.compress.sample(
-                e.bucket.segments, e.bucket.operands, e.sample_table, e.velocity, e.residual, e.trust, e.seed,
-                e.sample_keys, **self.numbers,
-            )  # fmt: skip
-            e.ops.refine.select_threshold(
-                e.sample_keys, e.sample_bounds, e.sample_scopes, e.buffers.sample_ranks, thresholds
-            )
+        with ExitStack() as stack:
+            for exchange in frozen.sparse:
+                stack.enter_context(patch.object(exchange, "ops", self._noting(exchange)))
+            frozen.launch(weight_decay)
+        self.live_thresholds = [e.thresholds for e in frozen.sparse]
+
+    def _noting(self, exchange: Exchange) -> SimpleNamespace:
+        """The exchange's launchers, of which ``compress`` notes its arguments and the thresholds it is given."""
+        real = exchange.ops.compress
+
+        def compress(*args: Any, **numbers: Any) -> None:
+            self.calls.append(functools.partial(real.compress, *args, **numbers))
+            self.thresholds.append(exchange.thresholds.clone())
+            self.calls[-1]()
+
+        noting = SimpleNamespace(**(vars(real) | {"compress": compress}))
+        return SimpleNamespace(**(vars(exchange.ops) | {"compress": noting}))
+
+    def reset(self) -> None:
+        """The candidates' own selection has overwritten the thresholds since they were sampled."""
+        self.frozen.reset_states()
+        copy_all(self.live_thresholds, self.thresholds)
 
     def compress(self) -> None:
-        for e, thresholds in zip(self.frozen.sparse, self.thresholds, strict=True):
-            e.ops.compress.compress(
-                e.bucket.segments, e.bucket.operands, e.velocity, e.residual, thresholds, e.trust, e.seed,
-                e.velocity, e.residual, e.counts, e.staged, e.partials, e.flag, **self.numbers,
-            )  # fmt: skip
+        for call in self.calls:
+            call()
 
     def twin(self) -> None:
         for e in self.frozen.sparse:
@@ -202,7 +218,8 @@ def rows_and_variants(frozen: Frozen, clock: Clock, with_eager: bool) -> list[tu
 
     def passes() -> None:
         for suffix, decay in (("", 0.0), ("_wd", DECAY)):
-            moved, one, reset = (24 if decay else 20) * sparse, Passes(frozen, decay), frozen.reset_states
+            moved, one = (24 if decay else 20) * sparse, Passes(frozen, decay)
+            reset = one.reset
             add("compress", f"fusedcomp_fp32{suffix}", moved, one.compress, reset, "pass_ms")
             if has_kernels:
                 add("compress", f"bandwidth_twin{suffix}", moved, one.twin, reset)
@@ -284,9 +301,19 @@ class Case:
             for decay in (0.0, DECAY):
                 gate(frozen, decay)
             log("kernels equal twins" if runs_kernels(self.device) else "twins equal twins")
-            self.record_counts(frozen, buckets)
-            for part in (self.time_variants, self.time_single_launches):
-                part(frozen, buckets)
+            parts = (self.record_counts, self.time_variants, self.time_single_launches)
+            done = [self._attempt(part, frozen, buckets) for part in parts]
+            if not all(done):
+                raise RuntimeError("some parts failed: see above")
+
+    def _attempt(self, part: Callable[[Frozen, str], None], frozen: Frozen, buckets: str) -> bool:
+        """Run a part; what fails does not keep the others from running."""
+        try:
+            part(frozen, buckets)
+        except Exception:
+            log(f"{part.__name__} FAILED\n{traceback.format_exc()}")
+            return False
+        return True
 
     def record_counts(self, frozen: Frozen, buckets: str) -> None:
         """What the selection did with this input; and whether eager top-k sends the same magnitudes."""
@@ -294,7 +321,7 @@ class Case:
         frozen.launch()
         candidates = sum(int(e.offsets[-1]) for e in frozen.sparse)
         overflow = sum(max(0, int(e.offsets[-1]) - e.buffers.keys.numel()) for e in frozen.sparse)
-        crowded = sum(int((e.counts > compress.STAGE).sum()) for e in frozen.sparse)
+        crowded = sum(int((e.counts > STAGE).sum()) for e in frozen.sparse)
         blocks = sum(e.bucket.segments.num_blocks for e in frozen.sparse)
         counts = {
             "nnz": sum(int(e.winners[1, -1]) for e in frozen.sparse),

@@ -11,7 +11,7 @@ from torch import Tensor
 class Group:
     """The ranks that exchange: ``process_group``, the default group, or this process alone.
 
-    A group of one moves nothing: gathering copies, reducing is the identity.
+    A group of one moves nothing.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -27,8 +27,7 @@ class Group:
     def all_gather(self, out: Tensor, own: Tensor) -> Any:
         """Start gathering ``own`` (nbytes,) of all ranks into ``out`` (world, nbytes); the work, or None when done."""
         if self.world_size == 1:
-            out[0].copy_(own)
-            return None
+            return None  # ``own`` is row 0 of ``out``
         # torch 2.13 calls it all_gather_single and deprecates the old name; 2.11 has only that.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(out.view(-1), own, group=self.process_group, async_op=True)

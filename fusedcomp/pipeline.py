@@ -20,6 +20,7 @@ from fusedcomp.buckets import Bucket
 from fusedcomp.collectives import Group
 from fusedcomp.compressors import TopK, num_samples, plan_selection
 from fusedcomp.kernels.compress import STAGE
+from fusedcomp.kernels.refine import BINS, DIGITS
 from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
 from fusedcomp.wire import PayloadLayout, dense_is_cheaper, dense_numel
@@ -187,6 +188,9 @@ class SparseExchange(_Exchange):
         self.masked = self.velocity if isinstance(memory, MomentumCorrection) and memory.masking else None
         self.seed = torch.full((1,), step, dtype=torch.int32, device=device)  # this bucket's step, kept by the device
         self.thresholds = torch.zeros(len(segments.scope_numels), dtype=torch.int64, device=device)
+        scopes = len(segments.scope_numels)
+        self.states = torch.zeros((DIGITS, scopes, 2), dtype=torch.int64, device=device)
+        self.histograms = torch.zeros((DIGITS, scopes, BINS), dtype=torch.int32, device=device)
         self.counts = torch.zeros(segments.num_blocks, dtype=torch.int64, device=device)
         self.offsets = torch.zeros(segments.num_blocks + 1, dtype=torch.int64, device=device)
         self.staged = torch.zeros((segments.num_blocks, STAGE), dtype=torch.int16, device=device)
@@ -251,14 +255,15 @@ class SparseExchange(_Exchange):
             return host.to(device, non_blocking=True)
 
         size, capacity = (0, 0) if self.dense_step else (layout.nbytes, selection.capacity)
+        received = torch.zeros((world, size), dtype=torch.uint8, device=device)
         self.buffers = _Buffers(
             layout,
             i64(selection.ks),
             i64(selection.sample_ranks),
             torch.zeros(capacity, dtype=torch.int64, device=device),
             torch.zeros(capacity, dtype=torch.int64, device=device),
-            torch.zeros(size, dtype=torch.uint8, device=device),
-            torch.zeros((world, size), dtype=torch.uint8, device=device),
+            received[0] if world == 1 else torch.zeros(size, dtype=torch.uint8, device=device),
+            received,
         )
 
     def _trust_ratios(self, hyper: Hyper, decay: float) -> None:
@@ -290,7 +295,9 @@ class SparseExchange(_Exchange):
             segments, self.counts, self.staged, self.residual, self.thresholds, self.seed, self.offsets,
             buffers.keys, buffers.indices,
         )  # fmt: skip
-        refine.select_threshold(buffers.keys, self.offsets, segments.scope_blocks, buffers.ranks, self.thresholds)
+        refine.select_candidates(
+            segments, buffers.keys, self.offsets, buffers.ranks, self.states, self.histograms, self.thresholds
+        )
         payload = buffers.layout.views(buffers.own.view(1, -1))
         refine.pack_payload(
             segments, buffers.keys, buffers.indices, self.offsets, self.thresholds, self.masked, self.residual,

@@ -14,7 +14,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _LOCK = threading.RLock()
 
 # Warps per program. Blocks of 2048 at 4 warps hold 16 elements a thread (docs/decisions/0002-blocks.md).
-WARPS = {"block": 4, "gather": 1, "page": 4, "select": 8, "small": 1}
+WARPS = {"block": 4, "gather": 1, "page": 4, "select": 16, "small": 1}
 
 
 def launch(kernel: Any, programs: int, on: Tensor, *args: Any, warps: str = "block", **constants: Any) -> None:

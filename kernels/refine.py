@@ -19,6 +19,9 @@ from fusedcomp.kernels.accumulate import selection_key
 from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, PAGE, Segments
 
+DIGITS = 3
+_BITS = 11
+BINS = 1 << _BITS
 _CHUNK = 1024  # candidates at a time; packing holds twice as much of each, and spills 8 bytes at 1024
 
 
@@ -58,48 +61,89 @@ def _gather_candidates_kernel(
 
 
 @triton.jit
+def _pick(histogram, low, rank, shift, BINS: tl.constexpr):
+    """Radix selection, one digit: the rank-th key's digit joins ``low``; rank becomes that inside its bin.
+
+    A rank of 0 says that all keys of the bin win: those from ``low`` on are the k largest.
+    """
+    bins = tl.arange(0, BINS)
+    at_least = tl.cumsum(histogram, reverse=True)
+    pick = tl.sum((at_least >= rank).to(tl.int32)) - 1
+    here = tl.sum(tl.where(bins == pick, histogram, 0)).to(tl.int64)
+    rank = rank - (tl.sum(tl.where(bins == pick, at_least, 0)).to(tl.int64) - here)
+    return low | (pick.to(tl.int64) << shift), tl.where(here == rank, 0, rank)
+
+
+@triton.jit
+def _count_digits_kernel(
+    keys_ptr, offsets_ptr, item_ptr, scope_ptr, rank_ptr, state_ptr, histogram_ptr,  # in
+    new_state_ptr, new_histogram_ptr,  # out
+    capacity, shift,
+    FIRST: tl.constexpr, BITS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    scope = tl.load(item_ptr + 3 * item)
+    block = tl.load(item_ptr + 3 * item + 1)
+    begin = tl.minimum(tl.load(offsets_ptr + block), capacity)
+    end = tl.minimum(tl.load(offsets_ptr + tl.load(item_ptr + 3 * item + 2)), capacity)
+    scope_block = tl.load(scope_ptr + scope)
+    bins = tl.arange(0, BINS)
+    if FIRST:
+        first = tl.minimum(tl.load(offsets_ptr + scope_block), capacity)
+        last = tl.minimum(tl.load(offsets_ptr + tl.load(scope_ptr + scope + 1)), capacity)
+        rank = tl.load(rank_ptr + scope)
+        rank = tl.where(last - first > rank, rank, 0)
+        low = rank * 0
+    else:  # every program of a scope draws the same conclusion from the digit before
+        low = tl.load(state_ptr + 2 * scope)
+        rank = tl.load(state_ptr + 2 * scope + 1)
+        if rank > 0:
+            low, rank = _pick(tl.load(histogram_ptr + scope * BINS + bins), low, rank, shift + BITS, BINS)
+    if block == scope_block:
+        tl.store(new_state_ptr + 2 * scope, low)
+        tl.store(new_state_ptr + 2 * scope + 1, rank)
+    if (rank > 0) & (begin < end):
+        histogram = tl.zeros((BINS,), tl.int32)
+        for chunk in range(begin, end, CHUNK):
+            at = chunk + tl.arange(0, CHUNK)
+            key = tl.load(keys_ptr + at, mask=at < end, other=-1)
+            inside = (key >> (shift + BITS)) == (low >> (shift + BITS))
+            histogram += tl.histogram(((key >> shift) & (BINS - 1)).to(tl.int32), BINS, mask=inside)
+        tl.atomic_add(new_histogram_ptr + scope * BINS + bins, histogram, mask=histogram > 0)
+
+
+@triton.jit
 def _select_threshold_kernel(
-    keys_ptr, offsets_ptr, scope_ptr, rank_ptr,  # in
+    keys_ptr, offsets_ptr, scope_ptr, rank_ptr, state_ptr, histogram_ptr,  # in
     threshold_ptr,  # out
-    capacity,
-    CHUNK: tl.constexpr,
+    capacity, shift,
+    HAS_STATE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     scope = tl.program_id(0)
     begin = tl.minimum(tl.load(offsets_ptr + tl.load(scope_ptr + scope)), capacity)
     end = tl.minimum(tl.load(offsets_ptr + tl.load(scope_ptr + scope + 1)), capacity)
     rank = tl.load(rank_ptr + scope)
-    threshold = rank * 0  # no more candidates than asked: all of them
-    if end - begin > rank:
-        # Radix selection, 8 bits at a time from the top. [low, low | rest] holds the rank-th key all along.
-        low = rank * 0
-        rest = low + 0x7FFFFFFFFFFFFFFF
-        shift = rank * 0 + 56
-        found = rank < 0
-        bins = tl.arange(0, 256)
-        while (shift >= 0) & (found == 0):
-            histogram = tl.zeros((256,), tl.int32)
-            for chunk in range(begin, end, CHUNK):
-                at = chunk + tl.arange(0, CHUNK)
-                key = tl.load(keys_ptr + at, mask=at < end, other=-1)
-                inside = (key >= low) & (key <= (low | rest))
-                digit = ((key >> shift) & 255).to(tl.int32)
-                histogram += tl.histogram(digit, 256, mask=inside)
-            at_least = tl.cumsum(histogram, reverse=True)
-            pick = tl.sum((at_least >= rank).to(tl.int32)) - 1
-            here = tl.sum(tl.where(bins == pick, histogram, 0)).to(tl.int64)
-            rank -= tl.sum(tl.where(bins == pick, at_least, 0)).to(tl.int64) - here
-            low = low | (pick.to(tl.int64) << shift)
-            rest = (rest * 0 + 1 << shift) - 1
-            found = here == rank
-            shift -= 8
-        # All keys from ``low`` on win; the least of them is the rank-th key itself.
-        least = tl.full((CHUNK,), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    rank = tl.where(end - begin > rank, rank, 0)  # no more keys than asked: all of them
+    low = rank * 0
+    if HAS_STATE:  # noqa: SIM102  a constant decides what is compiled, a value what runs
+        if rank > 0:
+            low = tl.load(state_ptr + 2 * scope)
+            rank = tl.load(state_ptr + 2 * scope + 1)
+            if rank > 0:
+                bins = tl.arange(0, BINS)
+                low, rank = _pick(tl.load(histogram_ptr + scope * BINS + bins), low, rank, shift, BINS)
+    while (shift > 0) & (rank > 0):
+        parent = shift
+        shift = tl.maximum(shift - 8, 0)
+        histogram = tl.zeros((256,), tl.int32)
         for chunk in range(begin, end, CHUNK):
             at = chunk + tl.arange(0, CHUNK)
             key = tl.load(keys_ptr + at, mask=at < end, other=-1)
-            least = tl.minimum(least, tl.where(key >= low, key, 0x7FFFFFFFFFFFFFFF))
-        threshold = tl.min(least)
-    tl.store(threshold_ptr + scope, tl.maximum(threshold, 0))
+            inside = (key >> parent) == (low >> parent)
+            # The last digit may overlap the one before: its upper bits are then the same for all keys inside.
+            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=inside)
+        low, rank = _pick(histogram, low, rank, shift, 256)
+    tl.store(threshold_ptr + scope, tl.maximum(low, 0))  # fewer samples with a gradient than asked: all
 
 
 @triton.jit
@@ -202,13 +246,50 @@ def select_threshold(
     ranks: Tensor,  # i64 (scopes,), >= 1
     thresholds: Tensor,  # out: i64 (scopes,)
 ) -> None:
-    """The rank-th largest key of every scope; 0 where a scope has no more keys than that."""
+    """A threshold that the rank largest keys of every scope reach and no other; 0 where a scope has no more.
+
+    One program per scope: for some ten thousand keys.
+    """
     launch(
         _select_threshold_kernel, thresholds.numel(), keys,
-        keys, offsets, scopes, ranks,
+        keys, offsets, scopes, ranks, None, None,
         thresholds,
-        keys.numel(),
-        CHUNK=_CHUNK * 4, warps="select",
+        keys.numel(), 63,
+        HAS_STATE=False, BINS=BINS, CHUNK=_CHUNK * 4, warps="select",
+    )  # fmt: skip
+
+
+def select_candidates(
+    segments: Segments,
+    keys: Tensor,  # i64 (capacity,)
+    offsets: Tensor,  # i64 (blocks + 1,)
+    ranks: Tensor,  # i64 (scopes,), >= 1
+    states: Tensor,  # scratch: i64 (DIGITS, scopes, 2)
+    histograms: Tensor,  # scratch: i32 (DIGITS, scopes, 2048)
+    thresholds: Tensor,  # out: i64 (scopes,)
+) -> None:
+    """``select_threshold`` for the candidates of a bucket, a program per page and scope.
+
+    Three digits of 11 bits cover the magnitude; what they leave open (equal magnitudes) one program per scope decides.
+    """
+    histograms.zero_()
+    shift = 63
+    for digit in range(DIGITS):
+        shift -= _BITS
+        before = (states[digit - 1], histograms[digit - 1]) if digit else (None, None)
+        launch(
+            _count_digits_kernel, segments.item_table.shape[0], keys,
+            keys, offsets, segments.item_table, segments.scope_blocks, ranks, *before,
+            states[digit], histograms[digit],
+            keys.numel(), shift,
+            FIRST=digit == 0, BITS=_BITS, BINS=BINS, CHUNK=_CHUNK // 2, warps="page",
+        )  # fmt: skip
+    launch(
+        _select_threshold_kernel, thresholds.numel(), keys,
+        keys, offsets, segments.scope_blocks, ranks, states[-1], histograms[-1],
+        thresholds,
+        keys.numel(), shift,
+        HAS_STATE=True, BINS=BINS, CHUNK=_CHUNK * 4, warps="select",
     )  # fmt: skip
 
 

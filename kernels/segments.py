@@ -7,6 +7,7 @@ offset on the wire, which leaves 16 bits for the index inside a page.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Segments:
     start_table: Tensor  # i64 (segments,): first element in the compact (unpadded) order
     first_blocks: Tensor  # i64 (segments + 1,)
     scope_blocks: Tensor  # i64 (scopes + 1,): first block of every scope
+    item_table: Tensor  # i64 (items, 3): scope, first and last block of pieces of scopes, of at most a page each
     slices: tuple[slice, ...]  # of the padded space
     compact_slices: tuple[slice, ...]
 
@@ -48,6 +50,11 @@ class Segments:
             first_blocks.append(first_blocks[-1] + blocks)
             start += numel
         scope_blocks = first_blocks if per_tensor else [0, first_blocks[-1]]
+        items = [
+            (scope, first, min(first + BLOCKS_PER_PAGE, end))
+            for scope, (begin, end) in enumerate(pairwise(scope_blocks))
+            for first in range(begin, end, BLOCKS_PER_PAGE)
+        ]
 
         def i64(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -62,6 +69,7 @@ class Segments:
             start_table=i64(starts),
             first_blocks=i64(first_blocks),
             scope_blocks=i64(scope_blocks),
+            item_table=torch.tensor(items, dtype=torch.int64, device=device).view(-1, 3),
             slices=tuple(slices),
             compact_slices=tuple(compact),
         )

@@ -37,6 +37,7 @@ from fusedcomp.kernels._launch import INTERPRET
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.headers import HEADER_WORDS
+from fusedcomp.kernels.refine import BINS, DIGITS
 from fusedcomp.kernels.segments import Operands, Segments
 
 MODULES = [
@@ -92,10 +93,11 @@ DENSE_MOMENTUM = [{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "
 CASES: dict[str, tuple[list[Overrides], ...]] = {
     "sample": (MEMORY, DECAY, without("trust")),
     "compress": (MEMORY, DECAY, LARS, SCOPE),
-    "compress_all": (MEMORY, DECAY, LARS, SCOPE),
+    "compress_all": (MEMORY, DECAY, LARS),
     "settle": (MEMORY, DECAY, without("trust")),
     "gather_candidates": (SCOPE,),
     "select_threshold": (),
+    "select_candidates": (),
     "pack_payload": (SCOPE, without("velocity")),
     "apply_payloads": (),
     "pack_dense": (),
@@ -159,6 +161,8 @@ def arguments(launcher: str, sizes: Sizes, per_tensor: bool = False) -> Override
         "offsets": i64(blocks + 1),
         "keys": i64(sizes.capacity, device=sizes.device),
         "winners": i32(2, pages),
+        "states": i64(DIGITS, len(segments.scope_numels), 2),
+        "histograms": i32(DIGITS, len(segments.scope_numels), BINS),
         # what travels
         "starts": inside(*rows, pages + 1, dtype=torch.int32),
         "values": inside(*rows, sizes.k, device=sizes.device),

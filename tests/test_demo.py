@@ -176,5 +176,7 @@ def test_the_work_runs_over_nccl_with_a_gpu_for_each_rank():
     jobs = [train.Job(method, epochs=2, batch=32, seed=0) for method in train.METHODS]
     messages = ranks.launch(train.work, data.Images(split, split, split), jobs)
     outcomes = [message for message in messages if isinstance(message, train.Outcome)]
-    assert [round(outcome.compression_ratio) for outcome in outcomes] == [1, 52, 52]
+    ratios = [outcome.compression_ratio for outcome in outcomes]
+    assert 0.99 < ratios[0] <= 1.0
+    assert all(50 < ratio < 53 for ratio in ratios[1:])
     assert all(outcome.steps == 8 for outcome in outcomes)

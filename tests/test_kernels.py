@@ -26,6 +26,13 @@ def i64(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
+def radix(scopes: int) -> tuple[Tensor, Tensor]:
+    """Scratch of the selection, poisoned."""
+    refine = KERNELS["refine"]
+    states = torch.full((refine.DIGITS, scopes, 2), -7, dtype=torch.int64, device=DEVICE)
+    return states, torch.full((refine.DIGITS, scopes, refine.BINS), -7, dtype=torch.int32, device=DEVICE)
+
+
 def sample_table(case: Case, most: int = 300) -> Tensor:
     rows = [(s, i) for s, n in enumerate(case.segments.numels) for i in range(0, n, -(-n // most))]
     return torch.tensor(rows, dtype=torch.int64, device=DEVICE)
@@ -73,7 +80,9 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
         segments, out["counts"], out["staged"], case.residual, thresholds, case.seed, out["offsets"],
         out["keys"], out["indices"],
     )  # fmt: skip
-    modules["refine"].select_threshold(out["keys"], out["offsets"], segments.scope_blocks, i64(*ranks), thresholds)
+    modules["refine"].select_candidates(
+        segments, out["keys"], out["offsets"], i64(*ranks), *radix(len(ranks)), thresholds
+    )
     modules["refine"].pack_payload(
         segments, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
         case.residual, out["winners"], out["starts"], out["out_indices"], out["values"],

@@ -47,7 +47,10 @@ def watch(exchange: SparseExchange, records: list[tuple[int, int, int, bool]]) -
 
     exchange.ops = type(exchange.ops)(**vars(exchange.ops))
     exchange.ops.refine = type(exchange.ops)(
-        gather_candidates=gather, select_threshold=refine.select_threshold, pack_payload=pack_and_compare
+        gather_candidates=gather,
+        select_threshold=refine.select_threshold,
+        select_candidates=refine.select_candidates,
+        pack_payload=pack_and_compare,
     )
 
 
