@@ -1,6 +1,6 @@
 """The bandwidth twin of the pass: the same tables, reads and writes as ``compress``, and next to no arithmetic.
 
-    velocity <- residual + gradient;  residual <- velocity (+ param)        an addition keeps a load alive
+    velocity <- velocity + gradient (+ param);  residual <- residual + velocity        an addition keeps a load alive
 
 What the pass takes longer than this is arithmetic, not memory.
 """
@@ -33,8 +33,9 @@ def _bandwidth_twin_kernel(
     velocity = tl.load(velocity_ptr + index)
     if HAS_DECAY:
         velocity = velocity + load_block(tl.load(address_ptr + num_segments + segment), start, extent, BLOCK)
-    tl.store(velocity_ptr + index, residual + grad)
-    tl.store(residual_ptr + index, velocity)
+    velocity = velocity + grad
+    tl.store(velocity_ptr + index, velocity)
+    tl.store(residual_ptr + index, residual + velocity)
     tl.store(counts_ptr + block, extent)
 
 

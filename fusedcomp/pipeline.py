@@ -23,7 +23,7 @@ from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.refine import BINS, DIGITS
 from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
-from fusedcomp.wire import PayloadLayout, dense_is_cheaper, dense_numel
+from fusedcomp.wire import Payload, PayloadLayout, dense_is_cheaper, dense_numel
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,8 @@ class _Buffers:
     indices: Tensor  # i64 (capacity,)
     own: Tensor  # u8 (nbytes,)
     received: Tensor  # u8 (world, nbytes)
+    payload: Payload  # views of ``own``
+    payloads: Payload  # views of ``received``
 
 
 class SparseExchange(_Exchange):
@@ -249,21 +251,25 @@ class SparseExchange(_Exchange):
         self.dense_step = dense_is_cheaper(layout.nbytes, 4 * segments.numel, world) and not self.always_sparse
         if self.reduced is None and (self.dense_step or "momentum_buffer" in self.bucket.states):
             self.reduced = Reduced.allocate(self.bucket, with_norms)
+        if self.dense_step:
+            return
 
         def i64(values: Sequence[int]) -> Tensor:
             host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
             return host.to(device, non_blocking=True)
 
-        size, capacity = (0, 0) if self.dense_step else (layout.nbytes, selection.capacity)
-        received = torch.zeros((world, size), dtype=torch.uint8, device=device)
+        received = torch.zeros((world, layout.nbytes), dtype=torch.uint8, device=device)
+        own = received[0] if world == 1 else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self.buffers = _Buffers(
             layout,
             i64(selection.ks),
             i64(selection.sample_ranks),
-            torch.zeros(capacity, dtype=torch.int64, device=device),
-            torch.zeros(capacity, dtype=torch.int64, device=device),
-            received[0] if world == 1 else torch.zeros(size, dtype=torch.uint8, device=device),
+            torch.zeros(selection.capacity, dtype=torch.int64, device=device),
+            torch.zeros(selection.capacity, dtype=torch.int64, device=device),
+            own,
             received,
+            layout.views(own.view(1, -1)),
+            layout.views(received),
         )
 
     def _trust_ratios(self, hyper: Hyper, decay: float) -> None:
@@ -298,7 +304,7 @@ class SparseExchange(_Exchange):
         refine.select_candidates(
             segments, buffers.keys, self.offsets, buffers.ranks, self.states, self.histograms, self.thresholds
         )
-        payload = buffers.layout.views(buffers.own.view(1, -1))
+        payload = buffers.payload
         refine.pack_payload(
             segments, buffers.keys, buffers.indices, self.offsets, self.thresholds, self.masked, self.residual,
             self.winners, payload.starts[0], payload.indices[0], payload.values[0],
@@ -309,7 +315,7 @@ class SparseExchange(_Exchange):
 
     def _gather(self, failed: bool) -> None:
         buffers = self.buffers
-        payload = buffers.layout.views(buffers.own.view(1, -1))
+        payload = buffers.payload
         self.ops.headers.write_header(
             self.bucket.operands, payload.starts[0, -1:], self.flag, self.seed, payload.header[0], failed=failed
         )
@@ -348,7 +354,7 @@ class SparseExchange(_Exchange):
 
     def _apply_payloads(self, hyper: Hyper) -> None:
         segments, inverse = self.bucket.segments, 1.0 / self.group.world_size
-        payload = self.buffers.layout.views(self.buffers.received)
+        payload = self.buffers.payloads
         self.ops.headers.read_headers(payload.header, self.status, self.present)
         self._settle(hyper)
         self._commit_norms(payload.norms)

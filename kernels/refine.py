@@ -19,8 +19,8 @@ from fusedcomp.kernels.accumulate import selection_key
 from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, PAGE, Segments
 
-DIGITS = 3
-_BITS = 11
+DIGITS = 5
+_BITS = 8
 BINS = 1 << _BITS
 _CHUNK = 1024  # candidates at a time; packing holds twice as much of each, and spills 8 bytes at 1024
 
@@ -255,7 +255,7 @@ def select_threshold(
         keys, offsets, scopes, ranks, None, None,
         thresholds,
         keys.numel(), 63,
-        HAS_STATE=False, BINS=BINS, CHUNK=_CHUNK * 4, warps="select",
+        HAS_STATE=False, BINS=BINS, CHUNK=_CHUNK * 8, warps="select",
     )  # fmt: skip
 
 
@@ -265,12 +265,12 @@ def select_candidates(
     offsets: Tensor,  # i64 (blocks + 1,)
     ranks: Tensor,  # i64 (scopes,), >= 1
     states: Tensor,  # scratch: i64 (DIGITS, scopes, 2)
-    histograms: Tensor,  # scratch: i32 (DIGITS, scopes, 2048)
+    histograms: Tensor,  # scratch: i32 (DIGITS, scopes, BINS)
     thresholds: Tensor,  # out: i64 (scopes,)
 ) -> None:
-    """``select_threshold`` for the candidates of a bucket, a program per page and scope.
+    """``select_threshold`` for the candidates of a bucket, on all multiprocessors.
 
-    Three digits of 11 bits cover the magnitude; what they leave open (equal magnitudes) one program per scope decides.
+    Five digits of 8 bits are the magnitude and 9 bits of the hash; what they leave open, one program per scope decides.
     """
     histograms.zero_()
     shift = 63
@@ -282,14 +282,14 @@ def select_candidates(
             keys, offsets, segments.item_table, segments.scope_blocks, ranks, *before,
             states[digit], histograms[digit],
             keys.numel(), shift,
-            FIRST=digit == 0, BITS=_BITS, BINS=BINS, CHUNK=_CHUNK // 2, warps="page",
+            FIRST=digit == 0, BITS=_BITS, BINS=BINS, CHUNK=_CHUNK, warps="page",
         )  # fmt: skip
     launch(
         _select_threshold_kernel, thresholds.numel(), keys,
         keys, offsets, segments.scope_blocks, ranks, states[-1], histograms[-1],
         thresholds,
         keys.numel(), shift,
-        HAS_STATE=True, BINS=BINS, CHUNK=_CHUNK * 4, warps="select",
+        HAS_STATE=True, BINS=BINS, CHUNK=_CHUNK * 8, warps="select",
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 BLOCK = 2048
 PAGE = 65536
 BLOCKS_PER_PAGE = PAGE // BLOCK
+_BLOCKS_PER_ITEM = 128  # some 800 candidates at density 0.001: what one program of the selection takes at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Segments:
     start_table: Tensor  # i64 (segments,): first element in the compact (unpadded) order
     first_blocks: Tensor  # i64 (segments + 1,)
     scope_blocks: Tensor  # i64 (scopes + 1,): first block of every scope
-    item_table: Tensor  # i64 (items, 3): scope, first and last block of pieces of scopes, of at most a page each
+    item_table: Tensor  # i64 (items, 3): scope, first and last block of pieces of scopes
     slices: tuple[slice, ...]  # of the padded space
     compact_slices: tuple[slice, ...]
 
@@ -51,9 +52,9 @@ class Segments:
             start += numel
         scope_blocks = first_blocks if per_tensor else [0, first_blocks[-1]]
         items = [
-            (scope, first, min(first + BLOCKS_PER_PAGE, end))
+            (scope, first, min(first + _BLOCKS_PER_ITEM, end))
             for scope, (begin, end) in enumerate(pairwise(scope_blocks))
-            for first in range(begin, end, BLOCKS_PER_PAGE)
+            for first in range(begin, end, _BLOCKS_PER_ITEM)
         ]
 
         def i64(values: Sequence[int]) -> Tensor:

@@ -1,7 +1,5 @@
 """Twin of ``kernels/refine.py``."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -34,30 +32,24 @@ def gather_candidates(
     indices[: found.numel()] = found
 
 
-def _threshold(keys: Tensor, rank: int, shifts: Sequence[int]) -> int:
-    """The rank-th largest key, cut to the digits that tell it from the next one."""
+def _threshold(keys: Tensor, rank: int) -> int:
+    """The rank-th largest key, cut to the digits of 8 bits that tell it from the next one."""
     if keys.numel() <= rank:
         return 0
     least = int(torch.topk(keys, rank).values[-1])
     if least < 0:
         return 0
-    for shift in shifts:
+    for shift in (55, 47, 39, 31, 23, 15, 7, 0):
         low = least >> shift << shift
         if int((keys >= low).sum()) == rank:
             return low
     raise AssertionError("keys are distinct")
 
 
-def _select(
-    keys: Tensor, offsets: Tensor, scopes: Tensor, ranks: Tensor, thresholds: Tensor, shifts: Sequence[int]
-) -> None:
+def select_threshold(keys: Tensor, offsets: Tensor, scopes: Tensor, ranks: Tensor, thresholds: Tensor) -> None:
     bounds = offsets[scopes].clamp(max=keys.numel()).tolist()
     for scope, rank in enumerate(ranks.tolist()):
-        thresholds[scope] = _threshold(keys[bounds[scope] : bounds[scope + 1]], rank, shifts)
-
-
-def select_threshold(keys: Tensor, offsets: Tensor, scopes: Tensor, ranks: Tensor, thresholds: Tensor) -> None:
-    _select(keys, offsets, scopes, ranks, thresholds, (55, 47, 39, 31, 23, 15, 7, 0))
+        thresholds[scope] = _threshold(keys[bounds[scope] : bounds[scope + 1]], rank)
 
 
 def select_candidates(
@@ -69,7 +61,7 @@ def select_candidates(
     histograms: Tensor,
     thresholds: Tensor,
 ) -> None:
-    _select(keys, offsets, segments.scope_blocks, ranks, thresholds, (52, 41, 30, 22, 14, 6, 0))
+    select_threshold(keys, offsets, segments.scope_blocks, ranks, thresholds)
 
 
 def pack_payload(
