@@ -97,6 +97,7 @@ class Frozen:
         self.grads = [[_take_grad(p) for p in e.bucket.params] for e in self.exchanges]
         for exchange, received in zip(self.sparse, payloads, strict=True):
             exchange.buffers.received = received
+            exchange.buffers.payloads = exchange.buffers.layout.views(received)
         for exchange in self.exchanges:
             exchange.group = _RecordedRanks()  # type: ignore[assignment]
         optimizer._mirror_lr()

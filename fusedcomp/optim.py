@@ -43,7 +43,8 @@ class SGD(CompressedOptimizer):
             ``NoMemory()``.
         process_group: the ranks that exchange; None: the default group, or this process alone.
         overlap: exchange during backward. Off, everything happens in ``step()``, and gradients may be changed before.
-        bucket_cap_mb: megabytes of parameters per bucket.
+        bucket_cap_mb: megabytes of parameters per bucket. A bucket costs some 20 launches whatever its size, so it
+            pays to have few (docs/decisions/0007-bucket-size.md).
 
     Raises:
         ValueError: an argument is out of range, or differs between ranks (the message names the field).
@@ -64,7 +65,7 @@ class SGD(CompressedOptimizer):
         memory: Memory | None = None,
         process_group: dist.ProcessGroup | None = None,
         overlap: bool = True,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float = 100.0,
         _always_sparse: bool = False,
         **torch_only: Any,
     ) -> None:
@@ -136,7 +137,7 @@ class LARS(CompressedOptimizer):
         memory: Memory | None = None,
         process_group: dist.ProcessGroup | None = None,
         overlap: bool = True,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float = 100.0,
         _always_sparse: bool = False,
         **torch_only: Any,
     ) -> None:
