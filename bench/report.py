@@ -74,8 +74,8 @@ def step_table() -> str:
         sent = f"{payload[case] / 1e6:.2f} of {dense[case] / 1e6:.0f} MB" if case in payload else "-"
         table.append([title, *("-" if cell is None else f"{cell:.3f}" for cell in cells), sent])
     note = (
-        f"Density {rows[0]['density']}, fp32, states and payloads of {rows[0]['train_steps']} training steps. Eager DGC is "
-        f"the same algorithm as a chain of torch operations on one flat vector with torch.topk. {origin(rows[0])}"
+        f"Density {rows[0]['density']}, fp32, states and payloads of {rows[0]['train_steps']} training steps. Eager DGC "
+        f"is the same algorithm as a chain of torch operations on one flat vector. {origin(rows[0])}"
     )
     return markdown(["ms", *STEP_COLUMNS, "bytes sent per rank"], table) + "\n\n" + note
 
@@ -100,8 +100,9 @@ def training_table() -> str:
         ])  # fmt: skip
     one = rows[0]
     note = (
-        f"{one['dataset']}, a CNN of {one['parameters']} parameters, {one['epochs']} epochs, {one['world_size']} ranks of "
-        f"{one['batch_per_rank']} images; {len({r['seed'] for r in rows})} seeds, mean and standard deviation. {origin(one)}"
+        f"{one['dataset']}, a CNN of {one['parameters']} parameters, {one['epochs']} epochs, {one['world_size']} ranks "
+        f"of {one['batch_per_rank']} images; {len({r['seed'] for r in rows})} seeds, mean and standard deviation. "
+        f"{origin(one)}"
     )
     return markdown(["", "lr", "test accuracy", "sent per rank", "ratio, whole model"], table) + "\n\n" + note
 
