@@ -74,7 +74,7 @@ def step_table() -> str:
         sent = f"{payload[case] / 1e6:.2f} of {dense[case] / 1e6:.0f} MB" if case in payload else "-"
         table.append([title, *("-" if cell is None else f"{cell:.3f}" for cell in cells), sent])
     note = (
-        f"Density {rows[0]['density']}, fp32, states and payloads of {rows[0]['train_steps']} training steps. Eager DGC "
+        f"Density {rows[0]['density']}, fp32, states after {rows[0]['train_steps']} training steps. Eager DGC "
         f"is the same algorithm as a chain of torch operations on one flat vector. {origin(rows[0])}"
     )
     return markdown(["ms", *STEP_COLUMNS, "bytes sent per rank"], table) + "\n\n" + note
