@@ -183,15 +183,10 @@ def compress(
     momentum: float,
 ) -> None:
     """One pass: accumulate the gradient into velocity and residual and find the candidates."""
-    launch(
-        _compress_kernel, segments.num_blocks, residual_in,
-        segments.block_table, operands.addresses, segments.numel_table, segments.start_table, velocity_in, residual_in,
-        thresholds, trust, seed,
+    _launch_pass(
+        segments, operands, velocity_in, residual_in, thresholds, trust, seed,
         velocity_out, residual_out, None, counts, staged, partials, flag,
-        grad_scale, weight_decay, momentum, len(segments.numels),
-        ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_DECAY=weight_decay != 0.0,
-        HAS_TRUST=trust is not None, HAS_NORMS=partials is not None, SEND_ALL=False, PER_TENSOR=segments.per_tensor,
-        STAGE=STAGE, BLOCK=BLOCK,
+        accumulate, grad_scale, weight_decay, momentum,
     )  # fmt: skip
 
 
@@ -213,15 +208,29 @@ def compress_all(
     momentum: float,
 ) -> None:
     """The same pass for a dense step: everything is sent, the residual becomes 0, the velocity is not masked."""
+    _launch_pass(
+        segments, operands, velocity_in, residual_in, None, trust, None,
+        velocity_out, residual_out, sent, None, None, partials, flag,
+        accumulate, grad_scale, weight_decay, momentum,
+    )  # fmt: skip
+
+
+def _launch_pass(
+    segments: Segments, operands: Operands, velocity_in: Tensor | None, residual_in: Tensor,
+    thresholds: Tensor | None, trust: Tensor | None, seed: Tensor | None,
+    velocity_out: Tensor | None, residual_out: Tensor, sent: Tensor | None, counts: Tensor | None,
+    staged: Tensor | None, partials: Tensor | None, flag: Tensor,
+    accumulate: str, grad_scale: float, weight_decay: float, momentum: float,
+) -> None:  # fmt: skip
     launch(
         _compress_kernel, segments.num_blocks, residual_in,
         segments.block_table, operands.addresses, segments.numel_table, segments.start_table, velocity_in, residual_in,
-        None, trust, None,
-        velocity_out, residual_out, sent, None, None, partials, flag,
+        thresholds, trust, seed,
+        velocity_out, residual_out, sent, counts, staged, partials, flag,
         grad_scale, weight_decay, momentum, len(segments.numels),
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_DECAY=weight_decay != 0.0,
-        HAS_TRUST=trust is not None, HAS_NORMS=partials is not None, SEND_ALL=True, PER_TENSOR=False,
-        STAGE=STAGE, BLOCK=BLOCK,
+        HAS_TRUST=trust is not None, HAS_NORMS=partials is not None, SEND_ALL=sent is not None,
+        PER_TENSOR=sent is None and segments.per_tensor, STAGE=STAGE, BLOCK=BLOCK,
     )  # fmt: skip
 
 
