@@ -95,7 +95,10 @@ def _compress_kernel(
         velocity = tl.load(velocity_in_ptr + index)
     old_velocity = velocity
     broken = (magnitude_bits(grad) >= NOT_FINITE).to(tl.int32)
-    grad_squares = tl.sum(grad * grad) if HAS_NORMS else 0.0
+    grad_squares, num_broken = 0.0, 0
+    if HAS_NORMS:  # there are reductions here anyway
+        grad_squares = tl.sum(grad * grad)
+        num_broken = tl.sum(broken)
     if HAS_DECAY or HAS_NORMS:
         param = load_block(param_address, start, extent, BLOCK)
         if HAS_NORMS:
@@ -116,7 +119,8 @@ def _compress_kernel(
         address = sent_ptr.to(tl.int64) + tl.load(start_ptr + segment) * 4
         store_block(address, start, extent, sent, BLOCK)
         tl.store(residual_out_ptr + index, tl.where(present, 0.0, residual))
-        num_broken = tl.sum(broken)
+        if not HAS_NORMS:
+            num_broken = tl.sum(broken)
     else:
         tl.store(residual_out_ptr + index, residual)
         key = tl.load(threshold_ptr + segment * PER_TENSOR)
@@ -124,10 +128,12 @@ def _compress_kernel(
         magnitude = magnitude_bits(residual)
         tie = tie_hash(index, tl.load(seed_ptr)) >= (key & 0xFFFFFFFF).to(tl.uint32)
         chosen = ((magnitude > least) | ((magnitude == least) & tie)) & (offsets < remaining)
-        # One reduction for two counts (of at most 2048 each): a reduction is two barriers for the whole block.
-        both = tl.sum(chosen.to(tl.int32) + (broken << 16))
-        count = both & 0xFFFF
-        num_broken = both >> 16
+        if HAS_NORMS:
+            count = tl.sum(chosen.to(tl.int32))
+        else:  # one reduction for two counts of at most 2048 each: a reduction is two barriers for the whole block
+            both = tl.sum(chosen.to(tl.int32) + (broken << 16))
+            count = both & 0xFFFF
+            num_broken = both >> 16
         tl.store(counts_ptr + block, count.to(tl.int64))
         if (count > 0) & (count <= STAGE):
             position = tl.cumsum(chosen.to(tl.int32)) - 1

@@ -255,7 +255,7 @@ def select_threshold(
         keys, offsets, scopes, ranks, None, None,
         thresholds,
         keys.numel(), 63,
-        HAS_STATE=False, BINS=BINS, CHUNK=_CHUNK * 8, warps="select",
+        HAS_STATE=False, BINS=BINS, CHUNK=_CHUNK * 4, warps="select",
     )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def select_candidates(
         keys, offsets, segments.scope_blocks, ranks, states[-1], histograms[-1],
         thresholds,
         keys.numel(), shift,
-        HAS_STATE=True, BINS=BINS, CHUNK=_CHUNK * 8, warps="select",
+        HAS_STATE=True, BINS=BINS, CHUNK=_CHUNK * 4, warps="select",
     )  # fmt: skip
 
 

@@ -324,8 +324,14 @@ def defined() -> dict[str, list[str]]:
     own = [f for module in MODULES for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
     return {
         "kernels": [f.fn.__name__ for f in own if isinstance(f, JITFunction) and f.fn.__name__.endswith("_kernel")],
-        "launchers": [f.__name__ for f in own if inspect.isfunction(f) and "launch" in f.__code__.co_names],
+        "launchers": [f.__name__ for f in own if inspect.isfunction(f) and _launches(f)],
     }
+
+
+def _launches(function: Callable[..., None]) -> bool:
+    """A public function that launches, itself or through a helper of its module."""
+    called = function.__code__.co_names
+    return not function.__name__.startswith("_") and any(name.lstrip("_").startswith("launch") for name in called)
 
 
 def main() -> None:
