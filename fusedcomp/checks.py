@@ -63,8 +63,12 @@ def group(group: Mapping[str, Any], name: str) -> None:
 
 def parameters(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
     """Refuse parameters that the kernels cannot take, by name."""
+    seen: set[Tensor] = set()
     for param in params:
         which = f"parameter {name(param)}"
+        if param in seen:
+            raise ValueError(f"{which} was given twice")
+        seen.add(param)
         if hasattr(param, "device_mesh"):
             raise NotImplementedError(f"{which} is a DTensor; sharded parameters are not supported")
         if param.layout != torch.strided:

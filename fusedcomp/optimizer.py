@@ -121,6 +121,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._lr = [torch.zeros(1, device=device) for _ in self.param_groups]
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
+        self._built_for = [(group["compressor"], group["memory"]) for group in self.param_groups]
         self._exchanges = [self._exchange(bucket.treatment, bucket) for bucket in self._buckets]
         copy_states(self._buckets, kept)
         self.state.clear()
@@ -150,11 +151,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _hyper(self, index: int) -> Hyper:
         group = self.param_groups[index]
-        if group["momentum"] > 0 and not self._with_momentum[index]:
-            raise RuntimeError(
-                f"momentum of group {index} was 0 when the optimizer was built and is {group['momentum']} now; build "
-                "it with a momentum > 0 to change it later"
-            )
         return Hyper(
             lr=self._lr[index],
             momentum=float(group["momentum"]),
@@ -164,6 +160,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
             trust_coefficient=group.get("trust_coefficient", 0.0),
             eps=group.get("eps", 0.0),
         )
+
+    def _has_new_plan(self, index: int) -> bool:
+        """Does a param group ask for other buffers than were built?"""
+        group = self.param_groups[index]
+        choices = (group["compressor"], group["memory"])
+        return choices != self._built_for[index] or (group["momentum"] > 0 and not self._with_momentum[index])
 
     def _mirror_lr(self) -> None:
         """Keep lr as the user gave it and its value in a device scalar; a host number travels as a launch argument."""
@@ -176,7 +178,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 mirror.fill_(float(lr))
 
     def _launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        self._exchanges[index].launch(grads, self._hyper(self._buckets[index].treatment.group), self._step)
+        group = self._buckets[index].treatment.group
+        if self._has_new_plan(group):
+            self._fail(
+                f"compressor or memory of group {group} was changed, or its momentum switched on; call "
+                "optimizer.zero_grad() after such a change, before backward(): it plans the buckets anew"
+            )
+        self._exchanges[index].launch(grads, self._hyper(group), self._step)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -257,13 +265,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's.
+        """As torch's; also takes in a compressor or memory that was changed in a param group (on all ranks alike).
 
         Raises:
             RuntimeError: between backward and step, when gradients have already been sent.
         """
         if self._ready:
             self._refuse_if_launched("zero_grad()")
+            if any(self._has_new_plan(index) for index in range(len(self.param_groups))):
+                for group in self.param_groups:
+                    checks.group(group, type(self).__name__)
+                self._build(checkpoint.adopt(dict(self.state), keep_residual=True))
             self._backward.reset()
         super().zero_grad(set_to_none)
 

@@ -113,30 +113,35 @@ class Backward:
         """Launch the next bucket in order, after everything queued on the streams that wrote gradients."""
         index = self.next
         bucket = self.buckets[index]
-        for param in bucket.params:
-            self._check(param, bucket)
-        self.next += 1
+        for param, stride in zip(bucket.params, bucket.strides, strict=True):
+            self._check(param, stride, bucket)
         if self.side is None:
             self._launch(index, [_in_layout(p) for p in bucket.params])
-            return
-        for stream in self._streams | {torch.cuda.current_stream(bucket.device)}:
-            self.side.wait_stream(stream)
-        with torch.cuda.stream(self.side):
-            self._launch(index, [_in_layout(p) for p in bucket.params])
+        else:
+            for stream in self._streams | {torch.cuda.current_stream(bucket.device)}:
+                self.side.wait_stream(stream)
+            with torch.cuda.stream(self.side):
+                self._launch(index, [_in_layout(p) for p in bucket.params])
+        self.next += 1  # not before: a launch that raised has sent nothing
 
-    def _check(self, param: Tensor, bucket: Bucket) -> None:
+    def _check(self, param: Tensor, stride: tuple[int, ...], bucket: Bucket) -> None:
+        if param.stride() != stride:
+            raise RuntimeError(
+                f"parameter {self._name(param)} has stride {param.stride()}, and had {stride} when the optimizer was "
+                "built: build it after changing the model's memory format"
+            )
         grad = param.grad
         if grad is None:
             return
         if grad.layout != torch.strided:
             raise NotImplementedError(
-                f"the gradient of {self._name(param)} is sparse; build the layer with sparse=False "
+                f"the gradient of parameter {self._name(param)} is sparse; build the layer with sparse=False "
                 "(the compressor sends only the rows that matter)"
             )
         if grad.dtype != torch.float32 or grad.device != param.device or param.device != bucket.device:
             raise RuntimeError(
-                f"the gradient of {self._name(param)} is {grad.dtype} on {grad.device}; the optimizer was built for "
-                f"torch.float32 on {bucket.device}: build it after moving or converting the model"
+                f"the gradient of parameter {self._name(param)} is {grad.dtype} on {grad.device}; the optimizer "
+                f"was built for torch.float32 on {bucket.device}: build it after moving or converting the model"
             )
 
     def check_untouched(self) -> None:
@@ -144,9 +149,9 @@ class Backward:
         for param, (grad, version) in self._noted.items():
             if param.grad is not grad or grad._version != version:
                 self._fail(
-                    f"the gradient of {self._name(param)} was changed between backward() and step(), after it was "
-                    "sent. clip_grad_norm_, GradScaler.unscale_ and other in-place changes need an optimizer built "
-                    "with overlap=False"
+                    f"the gradient of parameter {self._name(param)} was changed between backward() and step(), "
+                    "after it was sent. clip_grad_norm_, GradScaler.unscale_ and other in-place changes need an "
+                    "optimizer built with overlap=False"
                 )
 
 

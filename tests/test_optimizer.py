@@ -1,5 +1,6 @@
 """What users rely on in a torch optimizer, in one process: groups, schedulers, closures, shapes, layouts, refusals."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -495,13 +496,72 @@ def test_sparse_gradients_are_refused_by_name() -> None:
         optimizer.step()
 
 
-def test_momentum_cannot_appear_later() -> None:
+def test_choices_changed_in_a_param_group() -> None:
+    """A new compressor is taken in by zero_grad(), keeps the states, and is never silently ignored."""
     model = net()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, compressor=TopK(0.5, scope="tensor"))
+    train(model, optimizer, 2)
+    before = int(optimizer.metrics()["nnz"])
+    kept = optimizer.state[model[6].weight]["residual"].clone()
+    optimizer.param_groups[0]["compressor"] = TopK(0.01)
+    optimizer.zero_grad()
+    assert torch.equal(optimizer.state[model[6].weight]["residual"], kept)
+    train(model, optimizer, 1)
+    assert int(optimizer.metrics()["nnz"]) < before / 40
+    optimizer.param_groups[0]["memory"] = Residual()
+    with pytest.raises(RuntimeError, match="compressor or memory of group 0 was changed"):
+        (loss_of(model, 0, 0).backward(), optimizer.step())
+    train(model, optimizer, 2)  # its zero_grad() takes the change in
+    assert "momentum_buffer" in optimizer.state[model[6].weight]
+
+
+def test_momentum_switched_on_and_off_later() -> None:
+    ours, theirs = net(), net()
+    for model, optimizer in (
+        (ours, SGD(ours.parameters(), lr=0.05)),
+        (theirs, torch.optim.SGD(theirs.parameters(), lr=0.05)),
+    ):
+        for step, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.9)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            if model is theirs and momentum == 0.0 and step:  # torch skips its buffer then; ours keeps decaying it
+                optimizer.param_groups[0]["momentum"] = 1e-30
+            train(model, optimizer, 2, 2 * step)
+    close(ours, theirs)
+
+
+def test_a_parameter_given_twice_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="given twice"):
+        SGD([weight, weight], lr=0.1)
+
+
+def test_a_changed_memory_format_is_refused() -> None:
+    model = net()
+    optimizer = SGD(model.named_parameters(), lr=0.1, compressor=TopK(0.1), overlap=False)
+    model[6].weight.data = model[6].weight.data.t().contiguous().t()
     loss_of(model, 0, 0).backward()
-    with pytest.raises(RuntimeError, match="momentum of group 0 was 0"):
+    with pytest.raises(RuntimeError, match=r"'6\.weight' has stride"):
         optimizer.step()
+
+
+def test_two_optimizers_as_in_a_gan() -> None:
+    """The generator's backward runs through the discriminator: inside the other optimizer's no_sync()."""
+    pairs = []
+    for make in (lambda p: SGD(p, lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)):
+        torch.manual_seed(0)
+        generator, discriminator = nn.Linear(64, 64), nn.Linear(64, 64)
+        first, second = make(generator.parameters()), make(discriminator.parameters())
+        x = torch.randn(8, 64)
+        for _ in range(4):
+            second.zero_grad()
+            discriminator(generator(x).detach()).square().mean().backward()
+            second.step()
+            first.zero_grad()
+            with second.no_sync() if isinstance(second, SGD) else contextlib.nullcontext():
+                discriminator(generator(x)).square().mean().backward()
+            first.step()
+        pairs.append(nn.ModuleList([generator, discriminator]))
+    close(*pairs)
 
 
 @pytest.mark.parametrize(
