@@ -36,7 +36,7 @@ class Bucket:
     operands: Operands
     states: dict[str, Tensor] = field(default_factory=dict)  # (padded,) f32; what is kept per element
     norms: Tensor | None = None  # (2, segments) f32: LARS's last norms
-    strides: list[tuple[int, ...]] = field(default_factory=list)  # of the parameters when the states were laid out
+    layouts: list[tuple[torch.Size, tuple[int, ...]]] = field(default_factory=list)  # shapes and strides when built
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +105,7 @@ def _build(treatment: Treatment, params: list[Tensor], per_tensor: Sequence[bool
     segments = Segments.build(numels, params[0].device, per_tensor=treatment.sparse and per_tensor[treatment.group])
     if segments.padded_numel >= _MOST_ELEMENTS:
         raise NotImplementedError(f"a bucket holds at most 2**32 elements, padded to {BLOCK}; got {sum(numels)}")
-    return Bucket(treatment, params, segments, Operands(params), strides=[p.stride() for p in params])
+    return Bucket(treatment, params, segments, Operands(params), layouts=[(p.shape, p.stride()) for p in params])
 
 
 def positions(buckets: Sequence[Bucket]) -> Iterator[tuple[Tensor, Bucket, int]]:

@@ -1,11 +1,24 @@
 """Collectives: how payloads travel. A group of ranks, of one where torch.distributed is not initialised."""
 
+import copy
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def _timeout(process_group: dist.ProcessGroup | None) -> timedelta | None:
+    """How long a group's collectives may take; None where its backend does not tell."""
+    group = dist.group.WORLD if process_group is None else process_group
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
+        except (RuntimeError, AttributeError):
+            continue
+    return None
 
 
 class Group:
@@ -23,6 +36,23 @@ class Group:
         self.rank: int = dist.get_rank(process_group) if self.distributed else 0
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group")
+
+    def private(self) -> "Group":
+        """The same ranks with a communicator of their own; all of them must call this alike.
+
+        Collectives are matched by their order on a communicator. On a shared one, another optimizer's, or the user's
+        all_reduce between backward() and step(), could be taken for ours on a rank where a bucket launches late.
+        """
+        if self.world_size > 1:
+            own = copy.copy(self)
+            own.process_group = dist.new_group(
+                dist.get_process_group_ranks(self.process_group),
+                backend=dist.get_backend(self.process_group),
+                timeout=_timeout(self.process_group),
+                use_local_synchronization=True,  # ranks outside this group are not asked
+            )
+            return own
+        return self
 
     def all_gather(self, out: Tensor, own: Tensor) -> Any:
         """Start gathering ``own`` (nbytes,) of all ranks into ``out`` (world, nbytes); the work, or None when done."""

@@ -41,7 +41,8 @@ class SGD(CompressedOptimizer):
         compressor: what is sent: ``TopK(...)`` or ``Identity()``. May differ between param groups.
         memory: what is kept of the rest: ``MomentumCorrection()`` where momentum > 0, else ``Residual()``;
             ``NoMemory()``.
-        process_group: the ranks that exchange; None: the default group, or this process alone.
+        process_group: the ranks that exchange; None: the default group, or this process alone. The optimizer makes a
+            communicator of its own over them, so that other collectives cannot mix with its own.
         overlap: exchange during backward. Off, everything happens in ``step()``, and gradients may be changed before.
         bucket_cap_mb: megabytes of parameters per bucket. A bucket costs some 20 launches whatever its size, so it
             pays to have few (docs/decisions/0007-bucket-size.md).

@@ -58,6 +58,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._group = Group(process_group)
         super().__init__(params, defaults)
         self._agree_and_broadcast(self.param_groups)
+        self._group = self._group.private()
         self._build({})
         self._ready = True
 
@@ -72,12 +73,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
         try:
             self._resolve(group)
             checks.group(group, type(self).__name__)
-            checks.parameters([p for g in self.param_groups for p in g["params"]], self._name)
+            checks.parameters([p for g in self.param_groups for p in g["params"]], self.name_of)
+            if self._ready:
+                self._agree_and_broadcast([group])
         except Exception:
             self.param_groups.pop()
             raise
         if self._ready:
-            self._agree_and_broadcast([group])
             self._build(dict(self.state))
 
     def _resolve(self, group: dict[str, Any]) -> None:
@@ -93,7 +95,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return
         device = params[0].device
         settings = dataclasses.asdict(dataclasses.replace(self._settings, process_group=None))
-        self._group.agree(checks.fingerprint(type(self).__name__, groups, settings, self._name), device)
+        self._group.agree(checks.fingerprint(type(self).__name__, groups, settings, self.name_of), device)
         self._group.broadcast([p.detach() for p in params if p.numel() > 0])
 
     def _treatment(self, index: int, param: Tensor) -> Treatment:
@@ -127,7 +129,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.state.clear()
         for param, bucket, position in positions(self._buckets):
             self.state[param] = bucket.views(position)
-        self._backward = Backward(self._buckets, self._launch, self._fail, self._name, overlap=self._settings.overlap)
+        self._backward = Backward(self._buckets, self, overlap=self._settings.overlap)
 
     def _exchange(self, treatment: Treatment, bucket: Any) -> Exchange:
         group = self.param_groups[treatment.group]
@@ -139,7 +141,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._settings.always_sparse, self._step,
         )  # fmt: skip
 
-    def _name(self, param: Tensor) -> str:
+    def name_of(self, param: Tensor) -> str:
+        """A parameter's name for messages."""
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 if p is param:
@@ -177,10 +180,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 self._lr_sent[index] = float(lr)
                 mirror.fill_(float(lr))
 
-    def _launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
+    def launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """For the backward contract (overlap.py): start the exchange of one bucket."""
         group = self._buckets[index].treatment.group
         if self._has_new_plan(group):
-            self._fail(
+            self.fail(
                 f"compressor or memory of group {group} was changed, or its momentum switched on; call "
                 "optimizer.zero_grad() after such a change, before backward(): it plans the buckets anew"
             )
@@ -226,14 +230,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         try:
             exchange.wait()
         except RuntimeError as error:
-            names = ", ".join(self._name(p) for p in exchange.bucket.params[:8])
+            names = ", ".join(self.name_of(p) for p in exchange.bucket.params[:8])
             raise RuntimeError(
                 f"the exchange of the bucket with parameters {names} failed in step {self._step}: a rank is gone, or "
                 f"did not reach step() within the process group's timeout ({error})"
             ) from error
 
     @torch.no_grad()
-    def _fail(self, message: str) -> None:
+    def fail(self, message: str) -> None:
         """Finish the step with empty payloads for what was not launched, so that no peer waits; then raise."""
         for exchange in self._exchanges[self._backward.next :]:
             exchange.launch_nothing(self._step)
@@ -259,9 +263,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _refuse_if_launched(self, what: str) -> None:
         if self._backward.started:
-            self._fail(
+            self.fail(
                 f"{what} was called between backward() and step(), when gradients had already been sent; call step() "
-                "first, or accumulate inside optimizer.no_sync()"
+                "first. Gradients that this optimizer is not to apply (of another loss, of a saliency map) belong "
+                "in a backward inside optimizer.no_sync()"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -290,7 +295,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     @grad_scale.setter
     def grad_scale(self, value: Any) -> None:
         """Refuse torch's GradScaler: it sets its scale after gradients were sent, and judges inf rank by rank."""
-        self._fail(
+        self.fail(
             "torch.amp.GradScaler cannot drive this optimizer: gradients are sent during backward, before it would "
             "unscale_ them, and it would skip steps on one rank only. Use bfloat16 autocast, which needs no scaler"
         )
@@ -342,7 +347,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict()`` of the same rank gave; also a torch.optim.SGD checkpoint.
 
         A file of another rank (a rank-0-only checkpoint) keeps everything but the residual, which is that rank's own
-        unsent gradient: it is zeroed here, with a warning.
+        unsent gradient: it is zeroed here, with a warning. As lr does, compressor and memory come from the file.
 
         Raises:
             ValueError: other param groups, or a format this version does not know.
@@ -363,16 +368,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if "_settings" not in state:  # load_state_dict(): it rebuilds by itself
             return
         self._ready = False
-        self._group = Group(self._settings.process_group)
+        # A copy goes on in its original's group; making one would need all ranks.
+        self._group = state.get("_group") or Group(self._settings.process_group)
         self._build(dict(self.state))
         self._ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedOptimizer":
-        group = self._settings.process_group
-        memo[id(group)] = group
+        for shared in (self._settings.process_group, self._group):
+            memo[id(shared)] = shared
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        new.__setstate__(copy.deepcopy({**self.__getstate__(), "_group": self._group}, memo))
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -10,13 +10,32 @@ payloads marked "failed", all ranks apply what was sent, and then every rank rai
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedcomp.buckets import Bucket, positions, same_layout
+
+
+class Owner(Protocol):
+    """What the backward contract asks of an optimizer."""
+
+    def launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """Start the exchange of bucket number ``index`` with these gradients."""
+
+    def fail(self, message: str) -> None:
+        """Finish the step on behalf of a rank that failed, then raise with the message."""
+
+    def name_of(self, param: Tensor) -> str:
+        """A parameter's name for messages."""
+
+
+# The hook of the newest optimizer of every parameter.
+_HOOKS = WeakTensorKeyDictionary()
 
 
 class Backward:
@@ -24,22 +43,18 @@ class Backward:
 
     Args:
         buckets: in launch order.
-        launch: starts the exchange of bucket number i with these gradients.
-        fail: finishes the step on behalf of a rank that failed, then raises with the message.
-        name: a parameter's name for messages.
+        owner: the optimizer; held weakly, so that one its user has dropped is gone at once, and its hooks with it.
         overlap: launch during backward; off, everything is launched in ``step()``.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        launch: Callable[[int, Sequence[Tensor | None]], None],
-        fail: Callable[[str], None],
-        name: Callable[[Tensor], str],
+        owner: Owner,
         overlap: bool,
     ) -> None:
         self.buckets, self.overlap = buckets, overlap
-        self._launch, self._fail, self._name = launch, fail, name
+        self._owner = weakref.ref(owner)
         self._bucket_of = {param: index for index, bucket in enumerate(buckets) for param in bucket.params}
         self._hooks: dict[Tensor, Any] = {}
         self._paused = False
@@ -62,7 +77,27 @@ class Backward:
         if self.overlap:
             for param, _, _ in positions(self.buckets):  # parameters frozen so far may have been unfrozen
                 if param.requires_grad and param not in self._hooks:
-                    self._hooks[param] = param.register_post_accumulate_grad_hook(self._hook)
+                    self._take_over(param)
+
+    def _take_over(self, param: Tensor) -> None:
+        """Register our hook, in place of that of an earlier optimizer of the same parameter."""
+        if param in _HOOKS:
+            _HOOKS[param].remove()
+        weak = weakref.WeakMethod(self._hook)
+
+        def hook(param: Tensor) -> None:
+            method = weak()
+            if method is not None:
+                method(param)
+
+        self._hooks[param] = _HOOKS[param] = param.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def owner(self) -> Owner:
+        """The optimizer, which is there whenever one of its own methods or a live hook asks."""
+        owner = self._owner()
+        assert owner is not None
+        return owner
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before this optimizer."""
@@ -87,10 +122,11 @@ class Backward:
             return
         index = self._bucket_of[param]
         if index < self.next or self._is_complete(index):
-            self._fail(
-                f"parameter {self._name(param)} received a gradient after its bucket was complete: a second backward() "
-                "before step(), or a layer used by several reentrant checkpoints. Accumulate inside "
-                "optimizer.no_sync(), use checkpoint(use_reentrant=False), or build the optimizer with overlap=False"
+            self.owner.fail(
+                f"parameter {self.owner.name_of(param)} received a gradient after its bucket was complete: a second "
+                "backward() before step(), or a layer used by several reentrant checkpoints. Accumulate, or keep gradients away "
+                "that are not for this optimizer, inside optimizer.no_sync(); use checkpoint(use_reentrant=False); or "
+                "build the optimizer with overlap=False"
             )
         grad = param.grad
         if grad is None:
@@ -113,43 +149,43 @@ class Backward:
         """Launch the next bucket in order, after everything queued on the streams that wrote gradients."""
         index = self.next
         bucket = self.buckets[index]
-        for param, stride in zip(bucket.params, bucket.strides, strict=True):
-            self._check(param, stride, bucket)
+        for param, layout in zip(bucket.params, bucket.layouts, strict=True):
+            self._check(param, layout, bucket)
         if self.side is None:
-            self._launch(index, [_in_layout(p) for p in bucket.params])
+            self.owner.launch(index, [_in_layout(p) for p in bucket.params])
         else:
             for stream in self._streams | {torch.cuda.current_stream(bucket.device)}:
                 self.side.wait_stream(stream)
             with torch.cuda.stream(self.side):
-                self._launch(index, [_in_layout(p) for p in bucket.params])
+                self.owner.launch(index, [_in_layout(p) for p in bucket.params])
         self.next += 1  # not before: a launch that raised has sent nothing
 
-    def _check(self, param: Tensor, stride: tuple[int, ...], bucket: Bucket) -> None:
-        if param.stride() != stride:
+    def _check(self, param: Tensor, layout: tuple[torch.Size, tuple[int, ...]], bucket: Bucket) -> None:
+        if (param.shape, param.stride()) != layout:
             raise RuntimeError(
-                f"parameter {self._name(param)} has stride {param.stride()}, and had {stride} when the optimizer was "
-                "built: build it after changing the model's memory format"
+                f"parameter {self.owner.name_of(param)} has shape {tuple(param.shape)} and stride {param.stride()}; "
+                f"when the optimizer was built it had {tuple(layout[0])} and {layout[1]}: build it after changing the model"
             )
         grad = param.grad
         if grad is None:
             return
         if grad.layout != torch.strided:
             raise NotImplementedError(
-                f"the gradient of parameter {self._name(param)} is sparse; build the layer with sparse=False "
+                f"the gradient of parameter {self.owner.name_of(param)} is sparse; build the layer with sparse=False "
                 "(the compressor sends only the rows that matter)"
             )
         if grad.dtype != torch.float32 or grad.device != param.device or param.device != bucket.device:
             raise RuntimeError(
-                f"the gradient of parameter {self._name(param)} is {grad.dtype} on {grad.device}; the optimizer "
-                f"was built for torch.float32 on {bucket.device}: build it after moving or converting the model"
+                f"the gradient of parameter {self.owner.name_of(param)} is {grad.dtype} on {grad.device}; the "
+                f"optimizer was built for torch.float32 on {bucket.device}: build it after moving or converting the model"
             )
 
     def check_untouched(self) -> None:
         """Gradients that were handed over must be what they were."""
         for param, (grad, version) in self._noted.items():
             if param.grad is not grad or grad._version != version:
-                self._fail(
-                    f"the gradient of parameter {self._name(param)} was changed between backward() and step(), "
+                self.owner.fail(
+                    f"the gradient of parameter {self.owner.name_of(param)} was changed between backward() and step(), "
                     "after it was sent. clip_grad_norm_, GradScaler.unscale_ and other in-place changes need an "
                     "optimizer built with overlap=False"
                 )

@@ -257,3 +257,37 @@ def test_ranks_built_differently_are_refused_by_field() -> None:
         assert message.startswith("ValueError: ranks were given different optimizers"), message
         assert field in message, message
         assert message == other
+
+
+def two_optimizers(rank: int, world: int) -> tuple[bytes, bytes]:
+    """Buckets launch in different orders on the ranks, with a collective of the user's in between."""
+    models = [net(1), net(2)]
+    optimizers = [optimizer_for(model) for model in models]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        used = models[:1] if rank == 1 and step == 1 else models[:: 1 if rank == 0 else -1]
+        sum(loss_of(model, rank, step) for model in used).backward()
+        dist.all_reduce(torch.ones(1))
+        for optimizer in optimizers:
+            optimizer.step()
+    return digest(models[0]), digest(models[1])
+
+
+def test_other_collectives_do_not_mix_with_ours() -> None:
+    zero, one = run(two_optimizers, 2)
+    assert zero == one
+
+
+def differing_group(rank: int, world: int) -> tuple[str, bytes]:
+    model, extra = net(), nn.Linear(5, 8 + rank)
+    optimizer = optimizer_for(model)
+    message = message_of(lambda: optimizer.add_param_group({"params": list(extra.named_parameters())}))
+    step_ok(model, optimizer, rank, 0)
+    return message, digest(model)
+
+
+def test_a_differing_param_group_is_taken_back() -> None:
+    zero, one = run(differing_group, 2)
+    assert zero[0].startswith("ValueError: ranks were given different optimizers")
+    assert zero == one

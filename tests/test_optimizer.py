@@ -540,8 +540,22 @@ def test_a_changed_memory_format_is_refused() -> None:
     optimizer = SGD(model.named_parameters(), lr=0.1, compressor=TopK(0.1), overlap=False)
     model[6].weight.data = model[6].weight.data.t().contiguous().t()
     loss_of(model, 0, 0).backward()
-    with pytest.raises(RuntimeError, match=r"'6\.weight' has stride"):
+    with pytest.raises(RuntimeError, match=r"'6\.weight' has shape"):
         optimizer.step()
+
+
+def test_a_new_optimizer_takes_over() -> None:
+    """A notebook builds one optimizer after the other on the same model, deleted or not, ours or torch's."""
+    model = net()
+    first = SGD(model.parameters(), lr=0.05, compressor=TopK(0.1))
+    train(model, first, 2)
+    second = SGD(model.parameters(), lr=0.05, compressor=TopK(0.1))
+    train(model, second, 2)
+    alive = weakref.ref(second)
+    del second
+    assert alive() is None
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05), 2)
+    train(model, first, 2)  # without overlap, as its hooks were taken over
 
 
 def test_two_optimizers_as_in_a_gan() -> None:
