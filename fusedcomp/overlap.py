@@ -124,9 +124,9 @@ class Backward:
         if index < self.next or self._is_complete(index):
             self.owner.fail(
                 f"parameter {self.owner.name_of(param)} received a gradient after its bucket was complete: a second "
-                "backward() before step(), or a layer used by several reentrant checkpoints. Accumulate, or keep gradients away "
-                "that are not for this optimizer, inside optimizer.no_sync(); use checkpoint(use_reentrant=False); or "
-                "build the optimizer with overlap=False"
+                "backward() before step(), or a layer used by several reentrant checkpoints. Accumulate, or keep "
+                "gradients away that are not for this optimizer, inside optimizer.no_sync(); use "
+                "checkpoint(use_reentrant=False); or build the optimizer with overlap=False"
             )
         grad = param.grad
         if grad is None:
@@ -164,7 +164,8 @@ class Backward:
         if (param.shape, param.stride()) != layout:
             raise RuntimeError(
                 f"parameter {self.owner.name_of(param)} has shape {tuple(param.shape)} and stride {param.stride()}; "
-                f"when the optimizer was built it had {tuple(layout[0])} and {layout[1]}: build it after changing the model"
+                f"when the optimizer was built it had {tuple(layout[0])} and {layout[1]}: build it after "
+                "changing the model"
             )
         grad = param.grad
         if grad is None:
@@ -177,7 +178,8 @@ class Backward:
         if grad.dtype != torch.float32 or grad.device != param.device or param.device != bucket.device:
             raise RuntimeError(
                 f"the gradient of parameter {self.owner.name_of(param)} is {grad.dtype} on {grad.device}; the "
-                f"optimizer was built for torch.float32 on {bucket.device}: build it after moving or converting the model"
+                f"optimizer was built for torch.float32 on {bucket.device}: build it after moving or "
+                "converting the model"
             )
 
     def check_untouched(self) -> None:
