@@ -12,6 +12,7 @@ from fusedcomp.compressors import encode as encode_record
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
 
 CHECKPOINT_VERSION = 1
+_STATES = {"velocity", "residual", "momentum_buffer", "grad_square_norm", "param_square_norm"}
 _RECORDS = {record.__name__: record for record in (TopK, Identity, MomentumCorrection, Residual, NoMemory)}
 
 
@@ -32,6 +33,9 @@ def decode(
 
     A checkpoint without our marks is a torch.optim one: what it lacks is taken from the current param groups.
     """
+    foreign = {key for state in state_dict["state"].values() for key in state} - _STATES
+    if foreign:
+        raise ValueError(f"the checkpoint is not one of SGD or LARS: it holds {sorted(foreign)}")
     saved = [dict(packed) for packed in state_dict["param_groups"]]
     origins = [packed.pop("fusedcomp", None) for packed in saved]
     for packed, current in zip(saved, groups, strict=False):
@@ -40,6 +44,8 @@ def decode(
                 packed.setdefault(key, value)
         for key in ("compressor", "memory"):
             packed[key] = _record(packed[key])
+        if packed.get("dampening"):
+            raise ValueError(f"the checkpoint has dampening={packed['dampening']!r}, which is not supported")
         for key in set(packed) - set(current) - {"params", "param_names"}:  # dampening, foreach, ... of torch's SGD
             del packed[key]
     origin = origins[0] if origins and origins[0] else None

@@ -147,7 +147,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 if p is param:
                     names = group.get("param_names")
-                    return repr(names[i]) if names else f"{i} of group {g}, shape {tuple(param.shape)},"
+                    return repr(names[i]) if names else f"{i} of group {g} {tuple(param.shape)}"
         return f"of shape {tuple(param.shape)}"
 
     # ---- the step ----------------------------------------------------------------------------------------------

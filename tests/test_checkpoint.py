@@ -146,6 +146,20 @@ def test_bad_checkpoints_are_refused(change: object, text: str) -> None:
         optimizer.load_state_dict(saved)
 
 
+def test_other_optimizers_checkpoints_are_refused() -> None:
+    """Their moments, and dampening, would be dropped without a word."""
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01), overlap=False)
+    model(torch.ones(2, 64)).sum().backward()
+    adam = torch.optim.Adam(model.parameters())
+    adam.step()
+    with pytest.raises(ValueError, match="not one of SGD or LARS"):
+        optimizer.load_state_dict(adam.state_dict())
+    damped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    with pytest.raises(ValueError, match=r"dampening=0\.5"):
+        optimizer.load_state_dict(damped.state_dict())
+
+
 def test_another_world_size_is_reported() -> None:
     saved = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01)).state_dict()
     saved["param_groups"][0]["fusedcomp"]["world_size"] = 8
