@@ -1,4 +1,4 @@
-"""What users rely on in a torch optimizer, in one process: groups, schedulers, closures, shapes, layouts, refusals."""
+"""What users rely on in a torch optimizer, in one process: groups, schedulers, closures, shapes, layouts."""
 
 import contextlib
 import copy
@@ -416,84 +416,6 @@ def test_lars_excludes_vectors_by_two_switches() -> None:
     bias.grad = torch.full((8,), 7.0)
     optimizer.step()
     torch.testing.assert_close(bias.detach(), torch.full((8,), 0.9))
-
-
-REFUSED = {
-    "lr": (ValueError, lambda p: SGD(p, lr=-1.0), "-1.0"),
-    "momentum": (ValueError, lambda p: SGD(p, momentum=1.0), "1.0"),
-    "weight_decay": (ValueError, lambda p: SGD(p, weight_decay=-0.5), "-0.5"),
-    "nesterov": (ValueError, lambda p: SGD(p, nesterov=True), "momentum > 0"),
-    "dampening": (ValueError, lambda p: SGD(p, momentum=0.9, dampening=0.5), "0.5"),
-    "foreach": (ValueError, lambda p: SGD(p, foreach=True), "True"),
-    "fused": (ValueError, lambda p: SGD(p, fused=True), "True"),
-    "differentiable": (ValueError, lambda p: SGD(p, differentiable=True), "True"),
-    "colour": (TypeError, lambda p: SGD(p, colour=1), "unexpected keyword"),
-    "compressor": (TypeError, lambda p: SGD(p, compressor="topk"), "'topk'"),
-    "memory": (TypeError, lambda p: SGD(p, memory=3), "3"),
-    "bucket_cap_mb": (ValueError, lambda p: SGD(p, bucket_cap_mb=0), "0"),
-    "trust_coefficient": (ValueError, lambda p: LARS(p, trust_coefficient=0.0), "0.0"),
-    "eps": (ValueError, lambda p: LARS(p, eps=-1.0), "-1.0"),
-    "density": (ValueError, lambda p: TopK(0.0), "0.0"),
-    "density too": (ValueError, lambda p: TopK(1000), "1000"),
-    "warmup_steps": (ValueError, lambda p: TopK(0.1, warmup_steps=-1), "-1"),
-    "selection": (ValueError, lambda p: TopK(0.1, selection="best"), "'best'"),
-    "scope": (ValueError, lambda p: TopK(0.1, scope="model"), "'model'"),
-    "process_group": (ValueError, lambda p: SGD(p, process_group=object()), "not initialised"),
-}
-
-
-@pytest.mark.parametrize("argument", REFUSED)
-def test_bad_arguments_fail_at_construction(argument: str) -> None:
-    """With the argument, the rule and the value."""
-    kind, build, value = REFUSED[argument]
-    with pytest.raises(kind) as caught:
-        build(net().parameters())
-    assert argument.split()[0] in str(caught.value)
-    assert value in str(caught.value)
-
-
-def test_neutral_torch_arguments_are_accepted() -> None:
-    SGD(net().parameters(), 0.1, 0.9, 0, 1e-4, True, foreach=None, fused=False, differentiable=False)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: torch.zeros(4, 4, dtype=torch.bfloat16), "bfloat16"),
-        (lambda: torch.zeros(4, 4, dtype=torch.float16), "float16"),
-        (lambda: torch.zeros(4, 4, dtype=torch.complex64), "complex64"),
-        (lambda: torch.zeros(4, 4, dtype=torch.float64), "float64"),
-        (lambda: torch.zeros(4, 4, device="meta"), "meta"),
-        (lambda: torch.zeros(8, 8)[:, ::2], "gaps or overlaps"),
-        (lambda: torch.zeros(4, 1).expand(4, 4), "gaps or overlaps"),
-    ],
-)
-def test_unsupported_parameters_are_named(make: Callable[[], torch.Tensor], reason: str) -> None:
-    named = [("ok", nn.Parameter(torch.zeros(3))), ("encoder.weight", nn.Parameter(make()))]
-    with pytest.raises(NotImplementedError, match=r"encoder\.weight") as caught:
-        SGD(named, lr=0.1)
-    assert reason in str(caught.value)
-
-
-def test_dtensors_are_refused_by_name() -> None:
-    import torch.distributed as dist
-    from torch.distributed.tensor import DeviceMesh, distribute_tensor
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        sharded = nn.Parameter(distribute_tensor(torch.zeros(4, 4), DeviceMesh("cpu", [0])))
-        with pytest.raises(NotImplementedError, match="'w' is a DTensor"):
-            SGD([("w", sharded)], lr=0.1)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    table = nn.Embedding(100, 64, sparse=True)
-    optimizer = SGD(table.named_parameters(), lr=0.1, compressor=TopK(0.01))
-    table(torch.tensor([3])).sum().backward()
-    with pytest.raises(NotImplementedError, match=r"'weight' is sparse.*sparse=False"):
-        optimizer.step()
 
 
 def test_choices_changed_in_a_param_group() -> None:
