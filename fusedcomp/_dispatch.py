@@ -9,15 +9,24 @@ from types import SimpleNamespace
 
 import torch
 
-from fusedcomp.kernels import apply, compress, dense, headers, norms, refine
+from fusedcomp.kernels import apply, compress, dense, headers, norms, refine, sample
 from fusedcomp.kernels.reference import apply as apply_twin
 from fusedcomp.kernels.reference import compress as compress_twin
 from fusedcomp.kernels.reference import dense as dense_twin
 from fusedcomp.kernels.reference import headers as headers_twin
 from fusedcomp.kernels.reference import norms as norms_twin
 from fusedcomp.kernels.reference import refine as refine_twin
+from fusedcomp.kernels.reference import sample as sample_twin
 
-_KERNELS = SimpleNamespace(apply=apply, compress=compress, dense=dense, headers=headers, norms=norms, refine=refine)
+_KERNELS = SimpleNamespace(
+    apply=apply,
+    compress=compress,
+    dense=dense,
+    headers=headers,
+    norms=norms,
+    refine=refine,
+    sample=sample,
+)
 _TWINS = SimpleNamespace(
     apply=apply_twin,
     compress=compress_twin,
@@ -25,6 +34,7 @@ _TWINS = SimpleNamespace(
     headers=headers_twin,
     norms=norms_twin,
     refine=refine_twin,
+    sample=sample_twin,
 )
 
 

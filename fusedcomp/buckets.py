@@ -24,17 +24,18 @@ class Treatment(NamedTuple):
     sparse: bool  # compressed, or all-reduced
     trust: bool  # LARS's trust ratio applies
     decay: bool  # weight decay applies
+    dtype: torch.dtype  # of parameter and gradient
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters that are exchanged together, their segments and their flat, padded fp32 states."""
+    """Parameters that are exchanged together, their segments and their flat, padded states."""
 
     treatment: Treatment
     params: list[Tensor]
     segments: Segments
     operands: Operands
-    states: dict[str, Tensor] = field(default_factory=dict)  # (padded,) f32; what is kept per element
+    states: dict[str, Tensor] = field(default_factory=dict)  # (padded,), f32 or bf16; what is kept per element
     norms: Tensor | None = None  # (2, segments) f32: LARS's last norms
     layouts: list[tuple[torch.Size, tuple[int, ...]]] = field(default_factory=list)  # shapes and strides when built
 
@@ -43,9 +44,9 @@ class Bucket:
         """Where the parameters are."""
         return self.params[0].device
 
-    def add_state(self, name: str) -> Tensor:
+    def add_state(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """A new flat state of zeros."""
-        self.states[name] = torch.zeros(self.segments.padded_numel, device=self.device)
+        self.states[name] = torch.zeros(self.segments.padded_numel, dtype=dtype, device=self.device)
         return self.states[name]
 
     def views(self, position: int) -> dict[str, Tensor]:
@@ -90,7 +91,7 @@ def plan_buckets(
         if param.numel() == 0:
             continue
         members = open_buckets.setdefault(treatment, [])
-        if members and sum(4 * params[i][0].numel() for i in members) + 4 * param.numel() > cap_bytes:
+        if members and sum(params[i][0].nbytes for i in members) + param.nbytes > cap_bytes:
             closed.append((treatment, open_buckets.pop(treatment)))
             members = open_buckets.setdefault(treatment, [])
         members.append(index)

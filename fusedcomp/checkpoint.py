@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedcomp.collectives import Group
@@ -74,6 +75,8 @@ def _record(value: Any) -> Any:
     name = fields.pop("name", None)
     if name not in _RECORDS:
         raise ValueError(f"the checkpoint names an unknown record {name!r}; known are {sorted(_RECORDS)}")
+    if "wire_dtype" in fields:
+        fields["wire_dtype"] = getattr(torch, fields["wire_dtype"].removeprefix("torch."))
     return _RECORDS[name](**fields)
 
 

@@ -36,7 +36,13 @@ def positive(argument: str, value: Any) -> None:
         raise ValueError(f"{argument} must be > 0, got {value!r}")
 
 
-def group(group: Mapping[str, Any], name: str) -> None:
+def state_dtype(value: Any) -> None:
+    """Refuse what states cannot be kept in."""
+    if value not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {value!r}")
+
+
+def group(group: Mapping[str, Any], name: str, states: torch.dtype) -> None:
     """Check the numbers and records of one param group."""
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -55,6 +61,11 @@ def group(group: Mapping[str, Any], name: str) -> None:
         raise ValueError(f"{name}: nesterov=True needs momentum > 0, got {group['momentum']!r}")
     if not isinstance(group["compressor"], (TopK, Identity)):
         raise TypeError(f"{name}: compressor must be TopK(...) or Identity(), got {group['compressor']!r}")
+    if states == torch.bfloat16 and getattr(group["compressor"], "wire_dtype", None) == torch.float16:
+        raise ValueError(
+            f"{name}: wire_dtype=torch.float16 cannot go with state_dtype=torch.bfloat16, whose range it does not "
+            "hold; use wire_dtype=torch.bfloat16, which sends such states exactly"
+        )
     if not isinstance(group["memory"], (MomentumCorrection, Residual, NoMemory)):
         raise TypeError(
             f"{name}: memory must be MomentumCorrection(), Residual() or NoMemory(), got {group['memory']!r}"
@@ -73,9 +84,10 @@ def parameters(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
             raise NotImplementedError(f"{which} is a DTensor; sharded parameters are not supported")
         if param.layout != torch.strided:
             raise NotImplementedError(f"{which} has layout {param.layout}; only strided parameters are supported")
-        if param.dtype != torch.float32:
-            hint = "autocast keeps parameters in fp32" if param.dtype in (torch.bfloat16, torch.float16) else ""
-            raise NotImplementedError(f"{which} is {param.dtype}; only torch.float32 is supported. {hint}".rstrip(". "))
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise NotImplementedError(
+                f"{which} is {param.dtype}; only torch.float32, torch.bfloat16 and torch.float16 are supported"
+            )
         if param.device.type not in ("cuda", "cpu"):
             raise NotImplementedError(f"{which} is on {param.device}; only cuda and cpu are supported")
         if param.device != params[0].device:
@@ -104,5 +116,5 @@ def fingerprint(
                 fields[f"{key} of group {g}"] = str(float(value)) if isinstance(value, Tensor) else repr(value)
         for param in group["params"]:
             strides = [s for s, n in zip(param.stride(), param.shape, strict=True) if n > 1]
-            fields[f"layout of parameter {name(param)}"] = f"{tuple(param.shape)}, strides {strides}"
+            fields[f"layout of parameter {name(param)}"] = f"{param.dtype} {tuple(param.shape)}, strides {strides}"
     return fields

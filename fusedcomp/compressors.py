@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from fusedcomp.kernels.sample import LENIENCE
+
 # Sampled entries per scope: 16 are expected among the k largest, so that six standard deviations of their number lie
 # between k and 6 k (docs/decisions/0003-selection-margin.md).
 _SAMPLES_ABOVE = 16
@@ -35,6 +39,9 @@ class TopK:
             sends what passes it, at most k: a few per cent fewer entries, less work (DGC's own selection).
         scope: what the selection ranks over, ``"bucket"`` or ``"tensor"``. It changes results. ``"tensor"`` does not
             depend on bucket sizes; ``"bucket"`` lets layers compete and reached higher accuracy in our trials.
+        wire_dtype: type of the values sent: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``. Two bytes
+            instead of four; what rounding loses stays in the residual, bit for bit. A value beyond what the type holds
+            (65504 in fp16) is sent as its largest and the rest stays, exactly below 2**29.
 
     Raises:
         ValueError: an argument is out of range.
@@ -44,6 +51,7 @@ class TopK:
     warmup_steps: int = 0
     selection: str = "exact"
     scope: str = "bucket"
+    wire_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if not isinstance(self.density, (int, float)) or not 0.0 < self.density <= 1.0:
@@ -54,6 +62,10 @@ class TopK:
             raise ValueError(f"TopK: selection must be 'exact' or 'sampled', got {self.selection!r}")
         if self.scope not in ("bucket", "tensor"):
             raise ValueError(f"TopK: scope must be 'bucket' or 'tensor', got {self.scope!r}")
+        if self.wire_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"TopK: wire_dtype must be torch.float32, torch.bfloat16 or torch.float16, got {self.wire_dtype!r}"
+            )
 
     def density_at(self, step: int) -> float:
         """Density of optimizer step ``step`` (from 0): never rises, ends at ``density``."""
@@ -68,6 +80,7 @@ class Selection(NamedTuple):
 
     ks: tuple[int, ...]  # entries to send, per scope
     sample_ranks: tuple[int, ...]  # the sampled threshold is the sample of this rank, per scope
+    sample_aims: tuple[int, ...]  # the rank that the k-th entry would have among the samples, per scope
     capacity: int  # of the candidate buffer
 
     @property
@@ -90,10 +103,11 @@ def plan_selection(compressor: TopK, scope_numels: Sequence[int], step: int) -> 
     """k, sample rank and candidate capacity for every scope at ``step``.
 
     Of s samples, m = k s / n are expected among the k largest. The threshold is the sample of rank m + 6 sqrt(m) + 6:
-    fewer than k candidates would need that many samples above the k-th entry. The capacity has the same margin upward.
+    fewer than k candidates would need that many samples above the k-th entry. The capacity has the same margin upward,
+    beyond the quarter that cutting the threshold to few bits may let through (sample.py).
     """
     density = compressor.density_at(step)
-    ks, ranks, capacity = [], [], 0
+    ks, ranks, aims, capacity = [], [], [], 0
     for numel in scope_numels:
         k, samples = count_at(density, numel), num_samples(compressor, numel)
         rank = k
@@ -101,11 +115,13 @@ def plan_selection(compressor: TopK, scope_numels: Sequence[int], step: int) -> 
             expected = k * samples / numel
             margin = _DEVIATIONS * (math.sqrt(expected) + 1.0) if compressor.selection == "exact" else 0.0
             rank = min(samples, max(1, math.ceil(expected + margin)))
-        most = (rank + _DEVIATIONS * (math.sqrt(rank) + 1.0)) * numel / samples
+        through = rank + rank // LENIENCE
+        most = (through + _DEVIATIONS * (math.sqrt(through) + 1.0)) * numel / samples
         ks.append(k)
         ranks.append(rank)
+        aims.append(max(1, round(k * samples / numel)))
         capacity += min(numel, math.ceil(most))
-    return Selection(tuple(ks), tuple(ranks), capacity)
+    return Selection(tuple(ks), tuple(ranks), tuple(aims), capacity)
 
 
 Compressor = TopK | Identity
@@ -113,4 +129,5 @@ Compressor = TopK | Identity
 
 def encode(record: Any) -> dict[str, Any]:
     """A record as plain data, for checkpoints that ``torch.load(weights_only=True)`` reads."""
-    return {"name": type(record).__name__, **asdict(record)}
+    fields = {key: str(value) if isinstance(value, torch.dtype) else value for key, value in asdict(record).items()}
+    return {"name": type(record).__name__, **fields}

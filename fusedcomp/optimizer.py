@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedcomp import checkpoint, checks
-from fusedcomp.buckets import Treatment, copy_states, plan_buckets, positions
+from fusedcomp.buckets import Bucket, Treatment, copy_states, plan_buckets, positions
 from fusedcomp.collectives import Group
 from fusedcomp.compressors import Identity, TopK
 from fusedcomp.kernels.segments import BLOCK
@@ -33,6 +33,7 @@ class Settings:
     process_group: dist.ProcessGroup | None
     overlap: bool
     bucket_cap_mb: float
+    state_dtype: torch.dtype  # of velocity and residual
     always_sparse: bool  # tests: compress every parameter, and never go dense
 
 
@@ -49,10 +50,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None,
         overlap: bool,
         bucket_cap_mb: float,
+        state_dtype: torch.dtype,
         always_sparse: bool,
     ) -> None:
         checks.positive("bucket_cap_mb", bucket_cap_mb)
-        self._settings = Settings(process_group, bool(overlap), float(bucket_cap_mb), always_sparse)
+        checks.state_dtype(state_dtype)
+        self._settings = Settings(process_group, bool(overlap), float(bucket_cap_mb), state_dtype, always_sparse)
         self._ready = False
         self._step = 0
         self._group = Group(process_group)
@@ -72,7 +75,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._resolve(group)
-            checks.group(group, type(self).__name__)
+            checks.group(group, type(self).__name__, self._settings.state_dtype)
             checks.parameters([p for g in self.param_groups for p in g["params"]], self.name_of)
             if self._ready:
                 self._agree_and_broadcast([group])
@@ -108,6 +111,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             sparse=isinstance(group["compressor"], TopK) and large_enough,
             trust="trust_coefficient" in group and not (is_vector and group["exclude_1d_from_trust"]),
             decay=not (is_vector and group.get("exclude_1d_from_decay", False)),
+            dtype=param.dtype,
         )
 
     def _build(self, kept: dict[Tensor, dict[str, Any]]) -> None:
@@ -124,21 +128,24 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
         self._built_for = [(group["compressor"], group["memory"]) for group in self.param_groups]
-        self._exchanges = [self._exchange(bucket.treatment, bucket) for bucket in self._buckets]
+        # Where the sums over ranks of 16-bit parameters are formed, one bucket after another.
+        narrow = [b for b in self._buckets if b.treatment.sparse and b.treatment.dtype != torch.float32]
+        sums = torch.zeros(max((b.segments.padded_numel for b in narrow), default=0), device=device)
+        self._exchanges = [self._exchange(b, sums if b in narrow else None) for b in self._buckets]
         copy_states(self._buckets, kept)
         self.state.clear()
         for param, bucket, position in positions(self._buckets):
             self.state[param] = bucket.views(position)
         self._backward = Backward(self._buckets, self, overlap=self._settings.overlap)
 
-    def _exchange(self, treatment: Treatment, bucket: Any) -> Exchange:
-        group = self.param_groups[treatment.group]
-        with_momentum = self._with_momentum[treatment.group]
-        if not treatment.sparse:
+    def _exchange(self, bucket: Bucket, sums: Tensor | None) -> Exchange:
+        group = self.param_groups[bucket.treatment.group]
+        with_momentum = self._with_momentum[bucket.treatment.group]
+        if not bucket.treatment.sparse:
             return DenseExchange(bucket, self._group, self._status, with_momentum)
         return SparseExchange(
             bucket, self._group, self._status, group["compressor"], group["memory"], with_momentum,
-            self._settings.always_sparse, self._step,
+            self._settings.state_dtype, self._settings.always_sparse, sums, self._step,
         )  # fmt: skip
 
     def name_of(self, param: Tensor) -> str:
@@ -279,7 +286,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._refuse_if_launched("zero_grad()")
             if any(self._has_new_plan(index) for index in range(len(self.param_groups))):
                 for group in self.param_groups:
-                    checks.group(group, type(self).__name__)
+                    checks.group(group, type(self).__name__, self._settings.state_dtype)
                 self._build(checkpoint.adopt(dict(self.state), keep_residual=True))
             self._backward.reset()
         super().zero_grad(set_to_none)
@@ -309,11 +316,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """What the last step did, as tensors on the parameters' device; asks the device for nothing.
 
-        Returns:
-            ``bytes_dense`` and ``bytes_sent``: handed to the collectives by this rank, for an fp32 all-reduce and by
-            this optimizer. ``nnz``: entries packed by this rank. ``overflow``: candidates beyond the buffer, kept in
-            the residual. ``threshold``: the least magnitude sent, per sparse bucket (and tensor). ``residual_norm``:
-            L2 norm of everything not sent yet on this rank. ``nonfinite``: buckets that had a NaN or inf so far.
+        - ``bytes_dense``, ``bytes_sent``: handed to the collectives by this rank, for an fp32 all-reduce and by this
+          optimizer
+        - ``nnz``: entries packed by this rank
+        - ``candidates``: entries the selection looked at
+        - ``overflow``: candidates beyond the buffer, kept in the residual
+        - ``threshold``: the least magnitude sent, per sparse bucket (and tensor)
+        - ``residual_norm``: L2 norm of everything not sent yet on this rank
+        - ``nonfinite``: buckets that had a NaN or inf so far
         """
         device = self._status.device
         sparse = [e for e in self._exchanges if isinstance(e, SparseExchange)]
@@ -328,6 +338,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             "bytes_dense": torch.full((), dense, dtype=torch.int64, device=device),
             "bytes_sent": torch.full((), sum(e.nbytes for e in self._exchanges), dtype=torch.int64, device=device),
             "nnz": total("nnz"),
+            "candidates": total("candidates"),
             "overflow": total("overflow"),
             "threshold": torch.cat([p["threshold"] for p in parts]) if parts else zero.view(1)[:0],
             "residual_norm": total("residual_square_norm").sqrt(),
@@ -341,6 +352,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
         Residual and velocity of this rank are its own; the dict records rank, world size and step.
         """
+        for exchange in self._exchanges:
+            if isinstance(exchange, SparseExchange):  # replays of a CUDA graph are counted by the device alone
+                self._step = int(exchange.seed)
+                break
         return checkpoint.encode(super().state_dict(), self._group, self._step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -358,7 +373,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._step = step
         for group in self.param_groups:
             self._resolve(group)
-        self._build(checkpoint.adopt(dict(self.state), keep_residual=own))
+        # Not self.state: torch has cast what it took to the type of the parameter.
+        loaded = {
+            param: decoded["state"].get(key, {})
+            for packed, group in zip(decoded["param_groups"], self.param_groups, strict=True)
+            for key, param in zip(packed["params"], group["params"], strict=True)
+        }
+        self._build(checkpoint.adopt(loaded, keep_residual=own))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings, "_step": self._step}

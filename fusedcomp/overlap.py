@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedcomp.buckets import Bucket, positions, same_layout
+from fusedcomp.buckets import Bucket, same_layout
 
 
 class Owner(Protocol):
@@ -38,6 +38,19 @@ class Owner(Protocol):
 _HOOKS = WeakTensorKeyDictionary()
 
 
+class _Watched:
+    """What is known of one parameter: where it belongs, how it lay in memory, its hook and this step's gradient."""
+
+    __slots__ = ("bucket", "dtype", "grad", "hook", "param", "shape", "stride", "version")
+
+    def __init__(self, param: Tensor, bucket: int, layout: tuple[torch.Size, tuple[int, ...]]) -> None:
+        self.param, self.bucket, self.dtype = param, bucket, param.dtype
+        self.shape, self.stride = layout
+        self.hook: Any = None
+        self.grad: Tensor | None = None  # handed over in this step; held, so that its memory is not reused
+        self.version = 0
+
+
 class Backward:
     """Hooks, launch order and misuse of one optimizer.
 
@@ -55,13 +68,16 @@ class Backward:
     ) -> None:
         self.buckets, self.overlap = buckets, overlap
         self._owner = weakref.ref(owner)
-        self._bucket_of = {param: index for index, bucket in enumerate(buckets) for param in bucket.params}
-        self._hooks: dict[Tensor, Any] = {}
+        # Lists and slots, no dicts of tensors: this is host time of every parameter in every step.
+        self._watched = [
+            [_Watched(p, i, layout) for p, layout in zip(bucket.params, bucket.layouts, strict=True)]
+            for i, bucket in enumerate(buckets)
+        ]
         self._paused = False
         device = buckets[0].device if buckets else torch.device("cpu")
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._streams: set[torch.cuda.Stream] = set()
-        self._noted: dict[Tensor, tuple[Tensor, int]] = {}
+        self._device_index = device.index if device.type == "cuda" else -1  # get_device() of a CPU tensor
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._fired: list[int] = []
         self._expected: list[int] = []
         self.next = 0  # number of buckets launched in this step
@@ -69,28 +85,31 @@ class Backward:
 
     def reset(self) -> None:
         """Ready for the next backward."""
-        self._noted.clear()
         self._streams.clear()
         self.next = 0
         self._fired = [0] * len(self.buckets)
-        self._expected = [sum(p.requires_grad for p in bucket.params) for bucket in self.buckets]
-        if self.overlap:
-            for param, _, _ in positions(self.buckets):  # parameters frozen so far may have been unfrozen
-                if param.requires_grad and param not in self._hooks:
-                    self._take_over(param)
+        self._expected = [0] * len(self.buckets)
+        for index, bucket in enumerate(self._watched):
+            for watched in bucket:
+                watched.grad = None
+                if watched.param.requires_grad:
+                    self._expected[index] += 1
+                    if self.overlap and watched.hook is None:  # new, or frozen so far
+                        self._take_over(watched)
 
-    def _take_over(self, param: Tensor) -> None:
+    def _take_over(self, watched: _Watched) -> None:
         """Register our hook, in place of that of an earlier optimizer of the same parameter."""
+        param = watched.param
         if param in _HOOKS:
             _HOOKS[param].remove()
         weak = weakref.WeakMethod(self._hook)
 
-        def hook(param: Tensor) -> None:
+        def hook(_: Tensor) -> None:
             method = weak()
             if method is not None:
-                method(param)
+                method(watched)
 
-        self._hooks[param] = _HOOKS[param] = param.register_post_accumulate_grad_hook(hook)
+        watched.hook = _HOOKS[param] = param.register_post_accumulate_grad_hook(hook)
 
     @property
     def owner(self) -> Owner:
@@ -101,9 +120,11 @@ class Backward:
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before this optimizer."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+        for bucket in self._watched:
+            for watched in bucket:
+                if watched.hook is not None:
+                    watched.hook.remove()
+                    watched.hook = None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -114,26 +135,27 @@ class Backward:
         finally:
             self._paused = before
 
-    @torch.no_grad()
-    def _hook(self, param: Tensor) -> None:
-        if self.side is not None:
-            self._streams.add(torch.cuda.current_stream(param.device))  # need not be the stream backward was called on
+    def _hook(self, watched: _Watched) -> None:
+        if self.side is not None:  # the gradient's stream need not be the one backward was called on
+            stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+            if stream not in self._streams:
+                self._streams[stream] = torch.cuda.current_stream(self._device_index)
         if self._paused:
             return
-        index = self._bucket_of[param]
+        index = watched.bucket
         if index < self.next or self._is_complete(index):
             self.owner.fail(
-                f"parameter {self.owner.name_of(param)} received a gradient after its bucket was complete: a second "
-                "backward() before step(), or a layer used by several reentrant checkpoints. Accumulate, or keep "
-                "gradients away that are not for this optimizer, inside optimizer.no_sync(); use "
+                f"parameter {self.owner.name_of(watched.param)} received a gradient after its bucket was complete: a "
+                "second backward() before step(), or a layer used by several reentrant checkpoints. Accumulate, or "
+                "keep gradients away that are not for this optimizer, inside optimizer.no_sync(); use "
                 "checkpoint(use_reentrant=False); or build the optimizer with overlap=False"
             )
-        grad = param.grad
+        grad = watched.param.grad
         if grad is None:
             return
-        if param not in self._noted:
+        if watched.grad is None:
             self._fired[index] += 1
-        self._noted[param] = (grad, grad._version)
+        watched.grad, watched.version = grad, grad._version
         while self.next < len(self.buckets) - 1 and self._is_complete(self.next):
             self.launch_next()
 
@@ -145,57 +167,55 @@ class Backward:
         """Has a gradient been handed over since the last step?"""
         return self.next > 0 or any(self._is_complete(index) for index in range(len(self.buckets)))
 
+    @torch.no_grad()
     def launch_next(self) -> None:
         """Launch the next bucket in order, after everything queued on the streams that wrote gradients."""
         index = self.next
-        bucket = self.buckets[index]
-        for param, layout in zip(bucket.params, bucket.layouts, strict=True):
-            self._check(param, layout, bucket)
         if self.side is None:
-            self.owner.launch(index, [_in_layout(p) for p in bucket.params])
+            self.owner.launch(index, [self._gradient(w) for w in self._watched[index]])
         else:
-            for stream in self._streams | {torch.cuda.current_stream(bucket.device)}:
+            current = torch.cuda.current_stream(self._device_index)
+            for stream in {**self._streams, current.cuda_stream: current}.values():
                 self.side.wait_stream(stream)
             with torch.cuda.stream(self.side):
-                self.owner.launch(index, [_in_layout(p) for p in bucket.params])
+                self.owner.launch(index, [self._gradient(w) for w in self._watched[index]])
         self.next += 1  # not before: a launch that raised has sent nothing
 
-    def _check(self, param: Tensor, layout: tuple[torch.Size, tuple[int, ...]], bucket: Bucket) -> None:
-        if (param.shape, param.stride()) != layout:
+    def _gradient(self, watched: _Watched) -> Tensor | None:
+        """The gradient in the parameter's memory order; one copy where autograd left another layout."""
+        param = watched.param
+        if param.shape != watched.shape or param.stride() != watched.stride:
             raise RuntimeError(
                 f"parameter {self.owner.name_of(param)} has shape {tuple(param.shape)} and stride {param.stride()}; "
-                f"when the optimizer was built it had {tuple(layout[0])} and {layout[1]}: build it after "
+                f"when the optimizer was built it had {tuple(watched.shape)} and {watched.stride}: build it after "
                 "changing the model"
             )
         grad = param.grad
         if grad is None:
-            return
+            return None
         if grad.layout != torch.strided:
             raise NotImplementedError(
                 f"the gradient of parameter {self.owner.name_of(param)} is sparse; build the layer with sparse=False "
                 "(the compressor sends only the rows that matter)"
             )
-        if grad.dtype != torch.float32 or grad.device != param.device or param.device != bucket.device:
+        if grad.dtype != watched.dtype or not grad.get_device() == param.get_device() == self._device_index:
             raise RuntimeError(
                 f"the gradient of parameter {self.owner.name_of(param)} is {grad.dtype} on {grad.device}; the "
-                f"optimizer was built for torch.float32 on {bucket.device}: build it after moving or "
-                "converting the model"
+                f"optimizer was built for {watched.dtype} on {self.buckets[watched.bucket].operands.addresses.device}: "
+                "build it after moving or converting the model"
             )
+        if grad.stride() == watched.stride or same_layout(grad, param):
+            return grad
+        return torch.empty_like(param, requires_grad=False).copy_(grad)
 
     def check_untouched(self) -> None:
         """Gradients that were handed over must be what they were."""
-        for param, (grad, version) in self._noted.items():
-            if param.grad is not grad or grad._version != version:
-                self.owner.fail(
-                    f"the gradient of parameter {self.owner.name_of(param)} was changed between backward() and step(), "
-                    "after it was sent. clip_grad_norm_, GradScaler.unscale_ and other in-place changes need an "
-                    "optimizer built with overlap=False"
-                )
-
-
-def _in_layout(param: Tensor) -> Tensor | None:
-    """The gradient in the parameter's memory order; one copy where autograd left another layout."""
-    grad = param.grad
-    if grad is None or same_layout(grad, param):
-        return grad
-    return torch.empty_like(param, requires_grad=False).copy_(grad)
+        for bucket in self._watched:
+            for watched in bucket:
+                grad = watched.grad
+                if grad is not None and (watched.param.grad is not grad or grad._version != watched.version):
+                    self.owner.fail(
+                        f"the gradient of parameter {self.owner.name_of(watched.param)} was changed between backward() "
+                        "and step(), after it was sent. clip_grad_norm_, GradScaler.unscale_ and other in-place "
+                        "changes need an optimizer built with overlap=False"
+                    )

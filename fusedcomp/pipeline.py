@@ -1,6 +1,6 @@
 """The pipeline: what happens to a bucket, in order. Nothing here asks the device for a value.
 
-    sparse bucket   launch:  [sample -> compress -> refine -> pack] -> payload -> all_gather
+    sparse bucket   launch:  [sample -> compress -> refine] -> payload -> all_gather
                     apply:   headers -> parameters, in rank order
     dense bucket    launch:  pack -> all_reduce
                     apply:   (norms ->) fused update
@@ -20,7 +20,9 @@ from fusedcomp.buckets import Bucket
 from fusedcomp.collectives import Group
 from fusedcomp.compressors import TopK, num_samples, plan_selection
 from fusedcomp.kernels.compress import STAGE
-from fusedcomp.kernels.refine import BINS, DIGITS
+from fusedcomp.kernels.digits import BINS
+from fusedcomp.kernels.refine import PACK
+from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
 from fusedcomp.wire import Payload, PayloadLayout, dense_is_cheaper, dense_numel
@@ -78,11 +80,10 @@ class _Exchange:
         count, device = len(bucket.segments.numels), bucket.device
         self.present = torch.zeros(count, dtype=torch.int32, device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self.trust = self.partials = self.local_norms = None
+        self.trust = self.partials = None
         if bucket.treatment.trust:
             self.trust = torch.ones(count, device=device)
             self.partials = torch.zeros((bucket.segments.num_blocks, 2), device=device)
-            self.local_norms = torch.zeros((2, count), device=device)
         self.work: Any = None
         self.nbytes = 0  # handed to the collective in this step
 
@@ -110,6 +111,7 @@ class DenseExchange(_Exchange):
         super().__init__(bucket, group, status)
         if with_momentum:
             bucket.add_state("momentum_buffer")
+        self.mean_norms = torch.zeros((2, len(bucket.segments.numels)), device=bucket.device)  # of the mean gradient
         self.reduced = Reduced.allocate(bucket, with_norms=False)
 
     def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
@@ -134,11 +136,11 @@ class DenseExchange(_Exchange):
         self.ops.headers.read_trailer(self.reduced.trailer, self.status, self.present)
         decay = self.weight_decay(hyper)
         if self.trust is not None:
-            self.ops.norms.block_norms(segments, operands, None, self.partials)
-            self.ops.norms.reduce_norms(segments, self.partials, self.local_norms)
+            self.ops.norms.block_norms(segments, operands, self.partials)
+            self.ops.norms.reduce_norms(segments, self.partials, self.mean_norms)
             self.ops.norms.trust_ratios(
-                self.local_norms, None, self.trust,
-                coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps,
+                segments, operands, self.mean_norms, self.trust,
+                coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps, fallback=False,
             )  # fmt: skip
         self.ops.dense.update_dense(
             segments, operands, self.present, self.trust, hyper.lr,
@@ -154,8 +156,11 @@ class _Buffers:
     layout: PayloadLayout
     ranks: Tensor  # i64 (scopes,)
     sample_ranks: Tensor  # i64 (scopes,)
+    sample_aims: Tensor  # i64 (scopes,)
     keys: Tensor  # i64 (capacity,)
     indices: Tensor  # i64 (capacity,)
+    near: Tensor  # i64 (capacity,)
+    packed: Tensor  # i64 (programs of pack_payload,)
     own: Tensor  # u8 (nbytes,)
     received: Tensor  # u8 (world, nbytes)
     payload: Payload  # views of ``own``
@@ -173,35 +178,47 @@ class SparseExchange(_Exchange):
         compressor: TopK,
         memory: Memory,
         with_momentum: bool,
+        state_dtype: torch.dtype,
         always_sparse: bool,
+        sums: Tensor | None,
         step: int,
     ) -> None:
         super().__init__(bucket, group, status)
-        self.compressor, self.memory, self.always_sparse = compressor, memory, always_sparse
+        self.compressor, self.memory, self.always_sparse, self.sums = compressor, memory, always_sparse, sums
         segments, device = bucket.segments, bucket.device
+        scopes = len(segments.scope_numels)
         if bucket.treatment.trust:
             bucket.norms = torch.zeros((2, len(segments.numels)), device=device)
         # Without memory the residual is scratch, no state: written by the pass, read by refine.
         keeps = not isinstance(memory, NoMemory)
-        self.residual = bucket.add_state("residual") if keeps else torch.zeros(segments.padded_numel, device=device)
-        self.velocity = bucket.add_state("velocity") if isinstance(memory, MomentumCorrection) else None
-        if with_momentum and self.velocity is None:
+        self.residual = (
+            bucket.add_state("residual", state_dtype)
+            if keeps
+            else torch.zeros(segments.padded_numel, dtype=state_dtype, device=device)
+        )
+        corrects = isinstance(memory, MomentumCorrection)
+        self.velocity = bucket.add_state("velocity", state_dtype) if corrects else None
+        if with_momentum and not corrects:
             bucket.add_state("momentum_buffer")
         self.masked = self.velocity if isinstance(memory, MomentumCorrection) and memory.masking else None
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         self.seed = torch.full((1,), step, dtype=torch.int32, device=device)  # this bucket's step, kept by the device
-        self.thresholds = torch.zeros(len(segments.scope_numels), dtype=torch.int64, device=device)
-        scopes = len(segments.scope_numels)
-        self.states = torch.zeros((DIGITS, scopes, 2), dtype=torch.int64, device=device)
-        self.histograms = torch.zeros((DIGITS, scopes, BINS), dtype=torch.int32, device=device)
-        self.counts = torch.zeros(segments.num_blocks, dtype=torch.int64, device=device)
-        self.offsets = torch.zeros(segments.num_blocks + 1, dtype=torch.int64, device=device)
-        self.staged = torch.zeros((segments.num_blocks, STAGE), dtype=torch.int16, device=device)
-        self.winners = torch.zeros((2, segments.num_pages), dtype=torch.int32, device=device)
+        self.samples, self.sample_groups = _sample_table(compressor, segments)
+        self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
+        self.thresholds = zeros(scopes, dtype=torch.int64)
+        self.counts = zeros(segments.num_blocks, dtype=torch.int32)
+        self.staged = zeros(segments.num_blocks, STAGE, dtype=torch.int16)
+        self.offsets = zeros(segments.num_blocks + 1, dtype=torch.int64)
+        self.widths = zeros(scopes, dtype=torch.int32)
+        self.bounds = zeros(scopes, 3, dtype=torch.int64)
+        self.near_counts = zeros(scopes, dtype=torch.int32)
+        self.histograms = zeros(scopes, BINS, dtype=torch.int32)
+        self.tickets = zeros(1 + scopes, dtype=torch.int32)
+        self.scanned = zeros(segments.num_pages, dtype=torch.int64)
         self.minus_one = torch.full((1,), -1.0, device=device)
-        self.sample_table, bounds = _sample_table(compressor, segments)
-        self.sample_bounds = torch.tensor(bounds, dtype=torch.int64, device=device)
-        self.sample_scopes = torch.arange(len(bounds), device=device)
-        self.sample_keys = torch.zeros(bounds[-1], dtype=torch.int64, device=device)
         self.density = 0.0  # that ``buffers`` are for
         self.buffers: _Buffers
         self.dense_step = False
@@ -236,10 +253,17 @@ class SparseExchange(_Exchange):
             self.reduce(self.reduced, failed=True)
         else:
             self.buffers.own.zero_()
-            self._gather(failed=True)
+            self.ops.headers.write_failure(self.seed, self.buffers.payload.header[0])
+            self._gather()
 
     def _prepare(self, step: int) -> None:
         """Buffers for this step's density, and whether the bucket goes dense: the same decision on every rank."""
+        if step < self.compressor.warmup_steps and self.bucket.device.type == "cuda":  # noqa: SIM102  in this order
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"a CUDA graph was to be captured in step {step} of TopK's {self.compressor.warmup_steps} "
+                    "warmup_steps; its replays would keep this step's density: capture after the warm-up"
+                )
         density = self.compressor.density_at(step)
         if density == self.density:
             return
@@ -247,7 +271,9 @@ class SparseExchange(_Exchange):
         segments, device, world = self.bucket.segments, self.bucket.device, self.group.world_size
         selection = plan_selection(self.compressor, segments.scope_numels, step)
         with_norms = self.trust is not None
-        layout = PayloadLayout(len(segments.numels), segments.num_pages, selection.k, with_norms)
+        layout = PayloadLayout(
+            len(segments.numels), segments.num_pages, selection.k, with_norms, self.compressor.wire_dtype
+        )
         self.dense_step = dense_is_cheaper(layout.nbytes, 4 * segments.numel, world) and not self.always_sparse
         if self.reduced is None and (self.dense_step or "momentum_buffer" in self.bucket.states):
             self.reduced = Reduced.allocate(self.bucket, with_norms)
@@ -258,14 +284,20 @@ class SparseExchange(_Exchange):
             host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
             return host.to(device, non_blocking=True)
 
+        def zeros(numel: int) -> Tensor:
+            return torch.zeros(numel, dtype=torch.int64, device=device)
+
         received = torch.zeros((world, layout.nbytes), dtype=torch.uint8, device=device)
         own = received[0] if world == 1 else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self.buffers = _Buffers(
             layout,
             i64(selection.ks),
             i64(selection.sample_ranks),
-            torch.zeros(selection.capacity, dtype=torch.int64, device=device),
-            torch.zeros(selection.capacity, dtype=torch.int64, device=device),
+            i64(selection.sample_aims),
+            zeros(selection.capacity),
+            zeros(selection.capacity),
+            zeros(selection.capacity),
+            zeros(-(-selection.capacity // PACK)),
             own,
             received,
             layout.views(own.view(1, -1)),
@@ -274,60 +306,54 @@ class SparseExchange(_Exchange):
 
     def _trust_ratios(self, hyper: Hyper, decay: float) -> None:
         """From the last exchange's norms; where there is none yet, from this rank's norms of this very step."""
-        norms, segments = self.ops.norms, self.bucket.segments
-        assert self.bucket.norms is not None
-        norms.block_norms(segments, self.bucket.operands, self.bucket.norms[0], self.partials)
-        norms.reduce_norms(segments, self.partials, self.local_norms)
-        norms.trust_ratios(
-            self.bucket.norms, self.local_norms, self.trust,
-            coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps,
+        self.ops.norms.trust_ratios(
+            self.bucket.segments, self.bucket.operands, self.bucket.norms, self.trust,
+            coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps, fallback=True,
         )  # fmt: skip
 
     def _compress(self, numbers: dict[str, Any]) -> None:
         segments, operands, buffers = self.bucket.segments, self.bucket.operands, self.buffers
-        compress, refine = self.ops.compress, self.ops.refine
-        compress.sample(
-            segments, operands, self.sample_table, self.velocity, self.residual, self.trust, self.seed,
-            self.sample_keys, **numbers,
+        self.ops.sample.sample_threshold(
+            segments, operands, self.samples, self.sample_groups, buffers.sample_ranks, buffers.sample_aims,
+            self.velocity, self.residual, self.trust, self.seed,
+            self.sample_keys, self.histograms, self.tickets, self.thresholds, self.widths, **numbers,
         )  # fmt: skip
-        refine.select_threshold(
-            self.sample_keys, self.sample_bounds, self.sample_scopes, buffers.sample_ranks, self.thresholds
-        )
-        compress.compress(
+        self.ops.compress.compress(
             segments, operands, self.velocity, self.residual, self.thresholds, self.trust, self.seed,
             self.velocity, self.residual, self.counts, self.staged, self.partials, self.flag, **numbers,
         )  # fmt: skip
+        self._refine()
+        if self.trust is not None:
+            self.ops.norms.reduce_norms(segments, self.partials, buffers.payload.norms[0].view(2, -1))
+        self._gather()
+
+    def _refine(self) -> None:
+        segments, buffers, refine = self.bucket.segments, self.buffers, self.ops.refine
         refine.gather_candidates(
-            segments, self.counts, self.staged, self.residual, self.thresholds, self.seed, self.offsets,
-            buffers.keys, buffers.indices,
+            segments, self.counts, self.staged, self.residual, self.thresholds, self.seed,
+            self.scanned, self.tickets, self.offsets, buffers.keys, buffers.indices,
         )  # fmt: skip
         refine.select_candidates(
-            segments, buffers.keys, self.offsets, buffers.ranks, self.states, self.histograms, self.thresholds
-        )
+            segments, buffers.keys, self.offsets, buffers.ranks, self.widths,
+            self.histograms, self.bounds, buffers.near, self.near_counts, self.tickets, self.thresholds,
+        )  # fmt: skip
         payload = buffers.payload
         refine.pack_payload(
-            segments, buffers.keys, buffers.indices, self.offsets, self.thresholds, self.masked, self.residual,
-            self.winners, payload.starts[0], payload.indices[0], payload.values[0],
+            segments, self.bucket.operands, buffers.keys, buffers.indices, self.offsets, self.thresholds,
+            self.masked, self.residual, self.flag, self.seed, buffers.packed, self.tickets,
+            payload.starts[0], payload.indices[0], payload.values[0], payload.header[0],
         )  # fmt: skip
-        if self.trust is not None:
-            self.ops.norms.reduce_norms(segments, self.partials, payload.norms[0].view(2, -1))
-        self._gather(failed=False)
 
-    def _gather(self, failed: bool) -> None:
-        buffers = self.buffers
-        payload = buffers.payload
-        self.ops.headers.write_header(
-            self.bucket.operands, payload.starts[0, -1:], self.flag, self.seed, payload.header[0], failed=failed
-        )
-        self.work = self.group.all_gather(buffers.received, buffers.own)
-        self.nbytes = buffers.layout.nbytes
+    def _gather(self) -> None:
+        self.work = self.group.all_gather(self.buffers.received, self.buffers.own)
+        self.nbytes = self.buffers.layout.nbytes
 
     def _compress_all(self, numbers: dict[str, Any]) -> None:
         segments, reduced = self.bucket.segments, self.reduced
         assert reduced is not None
         self.ops.compress.compress_all(
-            segments, self.bucket.operands, self.velocity, self.residual, self.trust, self.velocity, self.residual,
-            reduced.values, self.partials, self.flag, **numbers,
+            segments, self.bucket.operands, self.velocity, self.residual, self.trust, self.seed,
+            self.velocity, self.residual, reduced.values, self.partials, self.flag, **numbers,
         )  # fmt: skip
         if self.trust is not None:
             norms = reduced.norms.view(2, -1)
@@ -355,18 +381,26 @@ class SparseExchange(_Exchange):
     def _apply_payloads(self, hyper: Hyper) -> None:
         segments, inverse = self.bucket.segments, 1.0 / self.group.world_size
         payload = self.buffers.payloads
-        self.ops.headers.read_headers(payload.header, self.status, self.present)
-        self._settle(hyper)
-        self._commit_norms(payload.norms)
+        headers: Tensor | None = payload.header
+        if self.trust is not None or self.bucket.operands.lacking:  # who had a gradient matters before the update
+            self.ops.headers.read_headers(payload.header, self.status, self.present)
+            self._settle(hyper)
+            self._commit_norms(payload.norms)
+            headers = None
         entries = (payload.starts, payload.indices, payload.values)
+        told = (headers, self.status, self.present)
         if "momentum_buffer" not in self.bucket.states:
-            self.ops.apply.apply_payloads(segments, self.bucket.operands, *entries, hyper.lr, inverse_world=inverse)
+            self.ops.apply.apply_payloads(
+                segments, self.bucket.operands, *entries, hyper.lr, *told, self.sums, inverse_world=inverse
+            )
             return
         # Momentum follows the exchange: the mean update becomes a dense vector first.
         reduced = self.reduced
         assert reduced is not None
         reduced.values.zero_()
-        self.ops.apply.apply_payloads(segments, reduced.as_params, *entries, self.minus_one, inverse_world=inverse)
+        self.ops.apply.apply_payloads(
+            segments, reduced.as_params, *entries, self.minus_one, *told, None, inverse_world=inverse
+        )
         self._update(reduced, hyper, 1.0)
 
     def _update(self, reduced: Reduced, hyper: Hyper, inverse_world: float) -> None:
@@ -388,38 +422,51 @@ class SparseExchange(_Exchange):
         segments = self.bucket.segments
         if self.dense_step:
             nnz = torch.full((), segments.numel, dtype=torch.int64, device=self.bucket.device)
-            overflow, threshold = torch.zeros_like(nnz), torch.zeros(len(self.thresholds), device=self.bucket.device)
+            candidates = overflow = torch.zeros_like(nnz)
+            threshold = torch.zeros(len(self.thresholds), device=self.bucket.device)
         else:
-            nnz = self.winners[1, -1].long()
-            overflow = (self.offsets[-1] - self.buffers.keys.numel()).clamp(min=0)
+            nnz = self.buffers.payload.starts[0, -1].long()
+            candidates = self.offsets[-1].clone()
+            overflow = (candidates - self.buffers.keys.numel()).clamp(min=0)
             threshold = (self.thresholds >> 32).to(torch.int32).view(torch.float32)
-        square = self.residual.square().sum()
-        return {"nnz": nnz, "overflow": overflow, "threshold": threshold, "residual_square_norm": square}
+        square = torch.linalg.vector_norm(self.residual, dtype=torch.float32).square()
+        return {
+            "nnz": nnz,
+            "candidates": candidates,
+            "overflow": overflow,
+            "threshold": threshold,
+            "residual_square_norm": square,
+        }
 
     def _settle(self, hyper: Hyper) -> None:
         """Parameters that only other ranks had a gradient for accumulate a zero gradient here."""
         operands = self.bucket.operands
-        if all(grad is not None for grad in operands.grads):
+        if not operands.lacking:
             return
         self.ops.compress.settle(
-            self.bucket.segments, operands, self.present, self.trust, self.velocity, self.residual,
+            self.bucket.segments, operands, self.present, self.trust, self.seed, self.velocity, self.residual,
             accumulate=accumulation(self.memory, hyper.nesterov), weight_decay=self.weight_decay(hyper),
             momentum=hyper.momentum,
         )  # fmt: skip
 
 
-def _sample_table(compressor: TopK, segments: Segments) -> tuple[Tensor, list[int]]:
-    """Evenly spaced (segment, offset) pairs for every scope, and where each scope's samples begin."""
-    starts = [s.start for s in segments.compact_slices]
-    rows, bounds, first = [], [0], 0
-    for numel in segments.scope_numels:
+def _sample_table(compressor: TopK, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Evenly spaced (segment, offset) pairs for every scope, and which programs' share they are (sample.py)."""
+    starts = torch.tensor([s.start for s in segments.compact_slices])
+    rows: list[Tensor] = []
+    groups: list[tuple[int, int, int]] = []
+    first = 0
+    for scope, numel in enumerate(segments.scope_numels):
         samples = num_samples(compressor, numel)
         position = torch.arange(samples, dtype=torch.int64) * numel // samples + first
-        segment = torch.searchsorted(torch.tensor(starts), position, right=True) - 1
-        rows.append(torch.stack([segment, position - torch.tensor(starts)[segment]], 1))
-        bounds.append(bounds[-1] + samples)
+        segment = torch.searchsorted(starts, position, right=True) - 1
+        rows.append(torch.stack([segment, position - starts[segment]], 1))
+        rows.append(torch.tensor([[-1, 0]]).repeat(-samples % SAMPLES, 1))
+        programs = range(len(groups), len(groups) + -(-samples // SAMPLES))
+        groups += [(scope, programs.start, programs.stop)] * len(programs)
         first += numel
-    return torch.cat(rows).to(segments.block_table.device), bounds
+    device = segments.block_table.device
+    return torch.cat(rows).to(device), torch.tensor(groups, dtype=torch.int32, device=device)
 
 
 Exchange = DenseExchange | SparseExchange

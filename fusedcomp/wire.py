@@ -9,7 +9,7 @@ A sparse payload is one flat buffer of little-endian fields, in this order, padd
     norms     f32   2 * segments or 0      squared norms of the gradients, then of the parameters (LARS only)
     starts    u32   pages + 1              position of the first value of every 65536-element page of the padded flat
                                            space; then the number of values
-    values    f32   k                      in index order; zeros past the last
+    values    f32   k                      in index order; zeros past the last; bf16 or f16 if wire_dtype says so
     indices   u16   k                      index inside the page
 
 TopK's k is known to the host, so sizes are never exchanged. A dense buffer is summed, not gathered:
@@ -35,7 +35,7 @@ class Payload(NamedTuple):
     header: Tensor  # i32 (world, words): header and presence
     norms: Tensor  # f32 (world, 2 * segments) or (world, 0)
     starts: Tensor  # i32 (world, pages + 1), the bits of u32
-    values: Tensor  # f32 (world, k)
+    values: Tensor  # f32, bf16 or f16 (world, k)
     indices: Tensor  # i16 (world, k), the bits of u16
 
 
@@ -47,6 +47,7 @@ class PayloadLayout:
     pages: int
     k: int
     with_norms: bool
+    wire_dtype: torch.dtype
 
     @property
     def _fields(self) -> tuple[tuple[str, torch.dtype, int], ...]:
@@ -54,7 +55,7 @@ class PayloadLayout:
             ("header", torch.int32, HEADER_WORDS + -(-self.segments // 32)),
             ("norms", torch.float32, 2 * self.segments if self.with_norms else 0),
             ("starts", torch.int32, self.pages + 1),
-            ("values", torch.float32, self.k),
+            ("values", self.wire_dtype, self.k),
             ("indices", torch.int16, self.k),
         )
 

@@ -1,4 +1,4 @@
-"""Launching: one place for the device guard, the interpreter's lock and the launch figures."""
+"""Launching: one place for the device guard, the interpreter's lock, the launch figures and a short way to Triton."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -14,18 +15,48 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _LOCK = threading.RLock()
 _NOTHING = contextlib.nullcontext()
 
-# Warps per program. Blocks of 2048 at 4 warps hold 16 elements a thread (docs/decisions/0002-blocks.md).
-WARPS = {"block": 4, "gather": 1, "page": 4, "select": 16, "small": 1}
+# Blocks of 2048 at 4 warps hold 16 elements a thread (docs/decisions/0002-blocks.md). With up to 128 registers four
+# programs fit on a multiprocessor; left to itself ptxas spills two values of the pass to make room for a seventh.
+SHAPES = {
+    "block": {"num_warps": 4, "maxnreg": 128},
+    "page": {"num_warps": 4, "maxnreg": 128},
+    "item": {"num_warps": 8},
+    "stretch": {"num_warps": 16},
+    "small": {"num_warps": 1},
+}
+
+ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # for constants
+
+# What Triton compiled for arguments of one kind: finding it again takes it some 25 microseconds of Python.
+_COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, programs: int, on: Tensor, *args: Any, warps: str = "block", **constants: Any) -> None:
+def launch(kernel: Any, programs: int, on: Tensor, *args: Any, shape: str = "block", **constants: Any) -> None:
     """Run ``programs`` copies of ``kernel`` on the device of the tensor ``on``; nothing to do is nothing launched.
 
+    ``constants`` are the kernel's last parameters, in its order. bf16 tensors are passed as their bits (elements.py).
     ``enable_fp_fusion=False``: a kernel rounds every operation as its twin does, so that they agree bit for bit.
     """
     if programs == 0:
         return
-    foreign = on.is_cuda and on.get_device() != torch.cuda.current_device()
-    guard = torch.cuda.device(on.device) if foreign else _NOTHING
-    with guard, _LOCK if INTERPRET else _NOTHING:
-        kernel[(programs,)](*args, **constants, num_warps=WARPS[warps], enable_fp_fusion=False)
+    device = on.get_device()
+    foreign = on.is_cuda and device != torch.cuda.current_device()
+    with torch.cuda.device(device) if foreign else _NOTHING:
+        # Triton specialises on the type of an argument, on integers' values and on pointers' divisibility by 16: a
+        # key that tells at least these apart never finds a kernel that was compiled for other arguments.
+        passed, key = [], [kernel, device, shape, *constants.values()]
+        for arg in args:
+            if isinstance(arg, Tensor):
+                arg = arg.view(torch.int16) if arg.dtype == torch.bfloat16 else arg
+                key += (arg.dtype, arg.data_ptr() % 16 == 0)
+            else:
+                key.append(float if isinstance(arg, float) else arg)
+            passed.append(arg)
+        compiled = _COMPILED.get(signature := tuple(key))
+        if compiled is not None:
+            compiled[(programs, 1, 1)](*passed, *constants.values())
+            return
+        with _LOCK if INTERPRET else _NOTHING:
+            compiled = kernel[(programs,)](*passed, **constants, **SHAPES[shape], enable_fp_fusion=False)
+        if compiled is not None:  # the interpreter compiles nothing
+            _COMPILED[signature] = compiled

@@ -1,4 +1,4 @@
-"""How memory accumulates: device functions that the compress and settle kernels take as a constexpr.
+"""How memory accumulates: device functions that the sample, compress and settle kernels take as a constexpr.
 
 none        residual <- update,             update = gradient
 residual    residual <- residual + update,  update = gradient
@@ -7,7 +7,7 @@ nesterov    velocity <- momentum * velocity + gradient;  residual <- residual + 
 """
 
 import triton
-import triton.language as tl
+import triton.language as tl  # noqa: F401  the interpreter looks for it in the globals of a jitted function
 
 
 @triton.jit
@@ -38,58 +38,3 @@ ACCUMULATE = {
     "momentum": accumulate_momentum,
     "nesterov": accumulate_nesterov,
 }
-
-
-@triton.jit
-def load_block(address, start, remaining, BLOCK: tl.constexpr):
-    """fp32 elements start.. of the tensor at an int64 address, zeros past ``remaining``.
-
-    A base from a table has no known alignment: the hinted branch gives 128-bit loads; gradients of concatenated or
-    stacked parameters (views with an offset of 8 or 12 bytes) and last blocks take the other.
-    """
-    pointer = (address + start * 4).to(tl.pointer_type(tl.float32))
-    offsets = tl.arange(0, BLOCK)
-    if (remaining >= BLOCK) & (address % 16 == 0):
-        values = tl.load(tl.multiple_of(pointer, 16) + offsets)
-    else:
-        values = tl.load(pointer + offsets, mask=offsets < remaining, other=0.0)
-    return values
-
-
-@triton.jit
-def store_block(address, start, remaining, values, BLOCK: tl.constexpr):
-    """The store that mirrors ``load_block``."""
-    pointer = (address + start * 4).to(tl.pointer_type(tl.float32))
-    offsets = tl.arange(0, BLOCK)
-    if (remaining >= BLOCK) & (address % 16 == 0):
-        tl.store(tl.multiple_of(pointer, 16) + offsets, values)
-    else:
-        tl.store(pointer + offsets, values, mask=offsets < remaining)
-
-
-@triton.jit
-def mix32(x):
-    """A bijection of 32 bits (xorshift-multiply): distinct inputs, distinct outputs."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x2C1B3C6D
-    return x ^ (x >> 12)
-
-
-@triton.jit
-def tie_hash(index, seed):
-    """The order of entries of equal magnitude: a hash of (index, step) that favours no address."""
-    return mix32(index.to(tl.uint32) ^ mix32(seed.to(tl.uint32)))
-
-
-@triton.jit
-def magnitude_bits(values):
-    """|values| as an integer of the same order; NaN above inf above all numbers."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def selection_key(values, index, seed):
-    """i64 keys, all distinct: magnitude above, tie hash below. "The k largest" is one well-defined set."""
-    return (magnitude_bits(values).to(tl.int64) << 32) | tie_hash(index, seed).to(tl.int64)

@@ -1,6 +1,8 @@
 """Apply: add the payloads of all ranks to the parameters, in rank order, in work proportional to what was sent.
 
-    param <- param - (lr / world) * value        for rank 0, 1, ..., each rank's indices being distinct
+    fp32 parameters    param <- param - (lr / world) * value        for rank 0, 1, ..., each rounding once
+    16-bit parameters  sum   <- sum + value                         for rank 0, 1, ..., in fp32
+                       param <- param - (lr / world) * sum          rounded once
 
 One program per page takes the ranks one after another, so every parameter sees the same additions in the same order
 on every rank: no atomics, bit-identical replicas.
@@ -10,40 +12,90 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedcomp.kernels._launch import launch
-from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, Operands, Segments
+from fusedcomp.kernels._launch import ELEMENT, launch
+from fusedcomp.kernels.elements import element_pointer, narrow, widen
+from fusedcomp.kernels.headers import HEADER_WORDS, take_headers
+from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, PAGE, Operands, Segments
 
-_CHUNK = 256
+_CHUNK = 512
+
+
+@triton.jit
+def _locate(
+    inside, mask, page, alone, segment, first, block_table_ptr, address_ptr, numel_ptr, num_segments, num_blocks,
+    ELEMENT: tl.constexpr, BLOCKS_PER_PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the parameters at indices inside a page, and which of those exist: a peer's index may be anything.
+
+    alone: the page is inside one segment, so that no table need be read entry by entry.
+    """
+    if alone:
+        offset = first.to(tl.int64) * BLOCK + inside
+        numel = tl.load(numel_ptr + segment)
+        address = tl.load(address_ptr + num_segments + segment)
+        exists = mask & (offset < numel)
+        pointer = element_pointer(address, offset, ELEMENT)
+    else:
+        block = page * BLOCKS_PER_PAGE + inside // BLOCK
+        exists = mask & (block < num_blocks)
+        segments = tl.load(block_table_ptr + 2 * block, mask=exists, other=0)
+        offset = tl.load(block_table_ptr + 2 * block + 1, mask=exists, other=0).to(tl.int64) * BLOCK + inside % BLOCK
+        exists = exists & (offset < tl.load(numel_ptr + segments, mask=exists, other=0))
+        addresses = tl.load(address_ptr + num_segments + segments, mask=exists, other=0)
+        pointer = element_pointer(addresses, offset, ELEMENT)
+    return pointer, exists
 
 
 @triton.jit
 def _apply_payloads_kernel(
-    block_table_ptr, address_ptr, numel_ptr, starts_ptr, indices_ptr, values_ptr, lr_ptr,  # in
-    inverse_world, world, num_values, starts_stride, indices_stride, values_stride, num_segments, num_blocks,
-    BLOCKS_PER_PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    block_table_ptr, address_ptr, numel_ptr, starts_ptr, indices_ptr, values_ptr, lr_ptr, header_ptr,  # in
+    status_ptr,  # in-out
+    present_ptr,  # out
+    sums_ptr,  # scratch
+    inverse_world, world, num_values, starts_stride, indices_stride, values_stride, header_stride, num_segments,
+    num_blocks,
+    HAS_HEADERS: tl.constexpr, ELEMENT: tl.constexpr, WIRE: tl.constexpr, FIRST: tl.constexpr,
+    BLOCKS_PER_PAGE: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     page = tl.program_id(0).to(tl.int64)
+    if HAS_HEADERS:  # noqa: SIM102  a constant decides what is compiled, a value what runs
+        if page == 0:
+            take_headers(header_ptr, status_ptr, present_ptr, world, header_stride, num_segments, FIRST, 128)
     scale = tl.load(lr_ptr) * inverse_world
-    for rank in range(world):
-        row = tl.cast(rank, tl.int64)
-        # A peer's numbers never lead to a load or a store outside: positions and indices are clamped or masked.
-        begin = tl.minimum(tl.maximum(tl.load(starts_ptr + row * starts_stride + page), 0), num_values)
-        end = tl.minimum(tl.maximum(tl.load(starts_ptr + row * starts_stride + page + 1), 0), num_values)
-        for chunk in range(begin, end, CHUNK):
-            at = chunk + tl.arange(0, CHUNK)
-            mask = at < end
-            inside = tl.load(indices_ptr + row * indices_stride + at, mask=mask, other=0).to(tl.int32) & 0xFFFF
-            value = tl.load(values_ptr + row * values_stride + at, mask=mask, other=0.0)
-            block = page * BLOCKS_PER_PAGE + inside // BLOCK
-            mask = mask & (block < num_blocks)
-            segment = tl.load(block_table_ptr + 2 * block, mask=mask, other=0)
-            offset = tl.load(block_table_ptr + 2 * block + 1, mask=mask, other=0).to(tl.int64) * BLOCK + inside % BLOCK
-            mask = mask & (offset < tl.load(numel_ptr + segment, mask=mask, other=0))
-            address = tl.load(address_ptr + num_segments + segment, mask=mask, other=0) + offset * 4
-            pointer = address.to(tl.pointer_type(tl.float32))
-            param = tl.load(pointer, mask=mask, other=0.0)
-            tl.store(pointer, param - scale * value, mask=mask)
-        tl.debug_barrier()  # the next rank reads what this one wrote
+    first_block = page * BLOCKS_PER_PAGE
+    last_block = tl.minimum(first_block + BLOCKS_PER_PAGE, num_blocks) - 1
+    segment = tl.load(block_table_ptr + 2 * first_block)
+    first = tl.load(block_table_ptr + 2 * first_block + 1)
+    alone = tl.load(block_table_ptr + 2 * last_block) == segment
+    SUMS: tl.constexpr = not ELEMENT.is_fp32()
+    for sweep in tl.static_range(2 if SUMS else 1):
+        for rank in range(world):
+            row = tl.cast(rank, tl.int64)
+            # A peer's numbers never lead to a load or a store outside: positions and indices are clamped or masked.
+            begin = tl.minimum(tl.maximum(tl.load(starts_ptr + row * starts_stride + page), 0), num_values)
+            end = tl.minimum(tl.maximum(tl.load(starts_ptr + row * starts_stride + page + 1), 0), num_values)
+            for chunk in range(begin, end, CHUNK):
+                at = chunk + tl.arange(0, CHUNK)
+                mask = at < end
+                inside = tl.load(indices_ptr + row * indices_stride + at, mask=mask, other=0).to(tl.int32) & 0xFFFF
+                pointer, exists = _locate(
+                    inside, mask, page, alone, segment, first, block_table_ptr, address_ptr, numel_ptr, num_segments,
+                    num_blocks, ELEMENT, BLOCKS_PER_PAGE, BLOCK,
+                )  # fmt: skip
+                if SUMS and sweep == 0:
+                    total = sums_ptr + page * PAGE + inside
+                    value = widen(tl.load(values_ptr + row * values_stride + at, mask=mask, other=0), WIRE)
+                    tl.store(total, tl.load(total, mask=exists, other=0.0) + value, mask=exists)
+                else:
+                    if SUMS:  # taken by the first rank that sent the entry; 0 for the others
+                        total = sums_ptr + page * PAGE + inside
+                        value = tl.load(total, mask=exists, other=0.0)
+                        tl.store(total, tl.zeros((CHUNK,), tl.float32), mask=exists)
+                    else:
+                        value = widen(tl.load(values_ptr + row * values_stride + at, mask=mask, other=0), WIRE)
+                    param = widen(tl.load(pointer, mask=exists, other=0), ELEMENT)
+                    tl.store(pointer, narrow(param - scale * value, ELEMENT), mask=exists)
+            tl.debug_barrier()  # the next rank reads what this one wrote
 
 
 def apply_payloads(
@@ -51,16 +103,25 @@ def apply_payloads(
     operands: Operands,  # in-out: the parameters
     starts: Tensor,  # i32 (world, pages + 1)
     indices: Tensor,  # i16 (world, k)
-    values: Tensor,  # f32 (world, k)
+    values: Tensor,  # f32, bf16 or f16 (world, k)
     lr: Tensor,  # f32 (1,), device scalar
+    headers: Tensor | None,  # i32 (world, words), rows may be strided; None: have been read
+    status: Tensor,  # in-out: i32 (2,), as for ``headers.read_headers``
+    present: Tensor,  # out: i32 (segments,)
+    sums: Tensor | None,  # scratch for 16-bit parameters: f32 (padded,), zeros before and after
     *,
     inverse_world: float,
 ) -> None:
-    """``param -= lr * inverse_world * value`` for all entries of all ranks, rank by rank."""
+    """``param -= lr * inverse_world * value`` for all entries of all ranks, rank by rank; reads headers on the way."""
     launch(
         _apply_payloads_kernel, segments.num_pages, values,
-        segments.block_table, operands.addresses, segments.numel_table, starts, indices, values, lr,
+        segments.block_table, operands.addresses, segments.numel_table, starts, indices, values, lr, headers,
+        status,
+        present,
+        sums,
         inverse_world, values.shape[0], values.shape[1], starts.stride(0), indices.stride(0), values.stride(0),
-        len(segments.numels), segments.num_blocks,
-        BLOCKS_PER_PAGE=BLOCKS_PER_PAGE, CHUNK=_CHUNK, BLOCK=BLOCK, warps="page",
+        0 if headers is None else headers.stride(0), len(segments.numels), segments.num_blocks,
+        HAS_HEADERS=headers is not None, ELEMENT=ELEMENT[operands.dtype], WIRE=ELEMENT[values.dtype],
+        FIRST=HEADER_WORDS, BLOCKS_PER_PAGE=BLOCKS_PER_PAGE, PAGE=PAGE,
+        CHUNK=_CHUNK, BLOCK=BLOCK, shape="page",
     )  # fmt: skip

@@ -4,16 +4,17 @@
              momentum_buffer <- momentum * momentum_buffer + gradient
              param <- param - lr * momentum_buffer        Nesterov: lr * (gradient + momentum * momentum_buffer)
 
-torch.optim.SGD's arithmetic. Parameters that no rank had a gradient for are skipped, as torch skips them.
+torch.optim.SGD's arithmetic, in fp32: parameters of 16 bits are rounded once, at the end. Parameters that no rank had a
+gradient for are skipped, as torch skips them.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedcomp.kernels._launch import launch
-from fusedcomp.kernels.accumulate import load_block, magnitude_bits, store_block
-from fusedcomp.kernels.compress import NOT_FINITE
+from fusedcomp.kernels._launch import ELEMENT, launch
+from fusedcomp.kernels.elements import INFINITE, load_block, store_block
+from fusedcomp.kernels.keys import magnitude_bits
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 
 
@@ -22,17 +23,17 @@ def _pack_dense_kernel(
     block_table_ptr, address_ptr, numel_ptr, start_ptr,  # in
     flat_ptr, flag_ptr,  # out
     grad_scale,
-    BLOCK: tl.constexpr,
+    ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
     start = tl.load(block_table_ptr + 2 * block + 1).to(tl.int64) * BLOCK
     remaining = tl.load(numel_ptr + segment) - start
     grad_address = tl.load(address_ptr + segment)
-    grad = load_block(grad_address, start, tl.where(grad_address != 0, remaining, 0), BLOCK) * grad_scale
-    if tl.max(magnitude_bits(grad)) >= NOT_FINITE:
+    grad = load_block(grad_address, start, tl.where(grad_address != 0, remaining, 0), ELEMENT, BLOCK) * grad_scale
+    if tl.max(magnitude_bits(grad)) >= INFINITE:
         tl.atomic_or(flag_ptr, 1)
-    store_block(flat_ptr.to(tl.int64) + tl.load(start_ptr + segment) * 4, start, remaining, grad, BLOCK)
+    store_block(flat_ptr.to(tl.int64) + tl.load(start_ptr + segment) * 4, start, remaining, grad, tl.float32, BLOCK)
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _update_dense_kernel(
     momentum_ptr,  # in-out
     inverse_world, weight_decay, momentum, num_segments,
     HAS_MOMENTUM: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr, NESTEROV: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -49,8 +50,8 @@ def _update_dense_kernel(
         start = tl.load(block_table_ptr + 2 * block + 1).to(tl.int64) * BLOCK
         remaining = tl.load(numel_ptr + segment) - start
         param_address = tl.load(address_ptr + num_segments + segment)
-        grad = load_block(tl.load(address_ptr + segment), start, remaining, BLOCK) * inverse_world
-        param = load_block(param_address, start, remaining, BLOCK)
+        grad = load_block(tl.load(address_ptr + segment), start, remaining, tl.float32, BLOCK) * inverse_world
+        param = load_block(param_address, start, remaining, ELEMENT, BLOCK)
         if HAS_DECAY:
             grad = grad + weight_decay * param
         if HAS_TRUST:
@@ -62,7 +63,7 @@ def _update_dense_kernel(
             tl.store(momentum_ptr + index, update)
             if NESTEROV:
                 update = grad + momentum * update
-        store_block(param_address, start, remaining, param - tl.load(lr_ptr) * update, BLOCK)
+        store_block(param_address, start, remaining, param - tl.load(lr_ptr) * update, ELEMENT, BLOCK)
 
 
 def pack_dense(
@@ -79,13 +80,13 @@ def pack_dense(
         segments.block_table, operands.addresses, segments.numel_table, segments.start_table,
         flat, flag,
         grad_scale,
-        BLOCK=BLOCK,
+        ELEMENT=ELEMENT[operands.dtype], BLOCK=BLOCK,
     )  # fmt: skip
 
 
 def update_dense(
     segments: Segments,
-    operands: Operands,  # in-out: the parameters; its gradients are summed over ranks
+    operands: Operands,  # in-out: the parameters; its gradients are fp32, summed over ranks
     present: Tensor,  # i32 (segments,): 0 where no rank had a gradient
     trust: Tensor | None,  # f32 (segments,)
     lr: Tensor,  # f32 (1,)
@@ -103,5 +104,5 @@ def update_dense(
         momentum_buffer,
         inverse_world, weight_decay, momentum, len(segments.numels),
         HAS_MOMENTUM=momentum_buffer is not None, HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None,
-        NESTEROV=nesterov, BLOCK=BLOCK,
+        NESTEROV=nesterov, ELEMENT=ELEMENT[operands.dtype], BLOCK=BLOCK,
     )  # fmt: skip

@@ -18,18 +18,15 @@ HEADER_WORDS = 4  # version, number of values, flags, step; then the presence wo
 
 
 @triton.jit
-def _write_header_kernel(
-    address_ptr, count_ptr,  # in
-    flag_ptr, seed_ptr,  # in-out
-    header_ptr,  # out
-    version, num_segments, words,
-    HAS_FAILED: tl.constexpr, NON_FINITE: tl.constexpr, FAILED: tl.constexpr, FIRST: tl.constexpr,
+def fill_header(
+    address_ptr, flag_ptr, seed_ptr, header_ptr, count, num_segments, words,
+    VERSION: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    flag = tl.load(flag_ptr)
+    """A payload's header, by the program that packs its end; resets the flag, ends the bucket's step."""
     seed = tl.load(seed_ptr)
-    tl.store(header_ptr, version)
-    tl.store(header_ptr + 1, tl.load(count_ptr))
-    tl.store(header_ptr + 2, tl.where(flag != 0, NON_FINITE, 0) | (FAILED if HAS_FAILED else 0))
+    tl.store(header_ptr, VERSION)
+    tl.store(header_ptr + 1, count)
+    tl.store(header_ptr + 2, tl.where(tl.load(flag_ptr) != 0, NON_FINITE, 0))
     tl.store(header_ptr + 3, seed)
     lane = tl.arange(0, 32)
     for word in range(words):
@@ -41,16 +38,26 @@ def _write_header_kernel(
 
 
 @triton.jit
-def _read_headers_kernel(
-    header_ptr,  # in
-    status_ptr,  # in-out
-    present_ptr,  # out
-    world, stride, num_segments,
-    NON_FINITE: tl.constexpr, FAILED: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr,
+def _write_failure_kernel(
+    seed_ptr,  # in-out
+    header_ptr,  # out
+    VERSION: tl.constexpr,
 ):  # fmt: skip
+    seed = tl.load(seed_ptr)
+    tl.store(header_ptr, VERSION)
+    tl.store(header_ptr + 2, FAILED)
+    tl.store(header_ptr + 3, seed)
+    tl.store(seed_ptr, seed + 1)
+
+
+@triton.jit
+def take_headers(
+    header_ptr, status_ptr, present_ptr, world, stride, num_segments, FIRST: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """What all ranks' headers say together, by one program."""
     flags = 0
     for rank in range(world):
-        flags = flags | tl.load(header_ptr + rank * stride + 2)
+        flags = flags | tl.load(header_ptr + tl.cast(rank, tl.int64) * stride + 2)
     if (flags & NON_FINITE) != 0:
         tl.store(status_ptr, tl.load(status_ptr) + 1)
     if (flags & FAILED) != 0:
@@ -60,9 +67,20 @@ def _read_headers_kernel(
         mask = segment < num_segments
         seen = tl.zeros((CHUNK,), tl.int32)
         for rank in range(world):
-            word = tl.load(header_ptr + rank * stride + FIRST + segment // 32, mask=mask, other=0)
-            seen = seen | ((word >> (segment % 32)) & 1)
+            words = header_ptr + tl.cast(rank, tl.int64) * stride + FIRST
+            seen = seen | ((tl.load(words + segment // 32, mask=mask, other=0) >> (segment % 32)) & 1)
         tl.store(present_ptr + segment, seen, mask=mask)
+
+
+@triton.jit
+def _read_headers_kernel(
+    header_ptr,  # in
+    status_ptr,  # in-out
+    present_ptr,  # out
+    world, stride, num_segments,
+    FIRST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    take_headers(header_ptr, status_ptr, present_ptr, world, stride, num_segments, FIRST, CHUNK)
 
 
 @triton.jit
@@ -103,24 +121,12 @@ def _read_trailer_kernel(
         tl.store(status_ptr + 1, 1)
 
 
-def write_header(
-    operands: Operands,
-    count: Tensor,  # i32 (1,): number of values packed
-    flag: Tensor,  # in-out: i32 (1,): a gradient was not finite; reset
+def write_failure(
     seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
-    header: Tensor,  # out: i32 (HEADER_WORDS + ceil(segments / 32),)
-    *,
-    failed: bool,
+    header: Tensor,  # in-out: i32 (HEADER_WORDS + ceil(segments / 32),), zeros before
 ) -> None:
-    """Fill the header's words."""
-    launch(
-        _write_header_kernel, 1, header,
-        operands.addresses, count,
-        flag, seed,
-        header,
-        FORMAT_VERSION, len(operands.params), header.numel() - HEADER_WORDS,
-        HAS_FAILED=failed, NON_FINITE=NON_FINITE, FAILED=FAILED, FIRST=HEADER_WORDS, warps="small",
-    )  # fmt: skip
+    """The header of a rank that failed: an empty payload that says so."""
+    launch(_write_failure_kernel, 1, header, seed, header, VERSION=FORMAT_VERSION, shape="small")
 
 
 def read_headers(
@@ -135,7 +141,7 @@ def read_headers(
         status,
         present,
         headers.shape[0], headers.stride(0), present.numel(),
-        NON_FINITE=NON_FINITE, FAILED=FAILED, FIRST=HEADER_WORDS, CHUNK=32, warps="small",
+        FIRST=HEADER_WORDS, CHUNK=32, shape="small",
     )  # fmt: skip
 
 
@@ -153,7 +159,7 @@ def write_trailer(
         flag,
         trailer,
         len(operands.params),
-        HAS_FAILED=failed, CHUNK=32, warps="small",
+        HAS_FAILED=failed, CHUNK=32, shape="small",
     )  # fmt: skip
 
 
@@ -169,5 +175,5 @@ def read_trailer(
         status,
         present,
         present.numel(),
-        CHUNK=32, warps="small",
+        CHUNK=32, shape="small",
     )  # fmt: skip

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedcomp.kernels._launch import launch
-from fusedcomp.kernels.accumulate import load_block
+from fusedcomp.kernels._launch import ELEMENT, launch
+from fusedcomp.kernels.elements import load_block
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 
 _CHUNK = 256
@@ -19,22 +19,19 @@ _CHUNK = 256
 
 @triton.jit
 def _block_norms_kernel(
-    block_table_ptr, address_ptr, numel_ptr, known_ptr,  # in
+    block_table_ptr, address_ptr, numel_ptr,  # in
     partials_ptr,  # out
     num_segments,
-    HAS_KNOWN: tl.constexpr, BLOCK: tl.constexpr,
+    ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
     start = tl.load(block_table_ptr + 2 * block + 1).to(tl.int64) * BLOCK
-    needed = tl.load(known_ptr + segment) <= 0.0 if HAS_KNOWN else True
-    if needed:
-        remaining = tl.load(numel_ptr + segment) - start
-        grad_address = tl.load(address_ptr + segment)
-        grad = load_block(grad_address, start, tl.where(grad_address != 0, remaining, 0), BLOCK)
-        param = load_block(tl.load(address_ptr + num_segments + segment), start, remaining, BLOCK)
-        tl.store(partials_ptr + 2 * block, tl.sum(grad * grad))
-        tl.store(partials_ptr + 2 * block + 1, tl.sum(param * param))
+    remaining = tl.load(numel_ptr + segment) - start
+    grad = load_block(tl.load(address_ptr + segment), start, remaining, tl.float32, BLOCK)
+    param = load_block(tl.load(address_ptr + num_segments + segment), start, remaining, ELEMENT, BLOCK)
+    tl.store(partials_ptr + 2 * block, tl.sum(grad * grad))
+    tl.store(partials_ptr + 2 * block + 1, tl.sum(param * param))
 
 
 @triton.jit
@@ -58,23 +55,30 @@ def _reduce_norms_kernel(
 
 @triton.jit
 def _trust_ratios_kernel(
-    norms_ptr, fallback_ptr,  # in
+    address_ptr, numel_ptr, norms_ptr,  # in
     trust_ptr,  # out
     coefficient, weight_decay, eps, num_segments,
-    HAS_FALLBACK: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_FALLBACK: tl.constexpr, ELEMENT: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    segment = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    mask = segment < num_segments
-    grad = tl.load(norms_ptr + segment, mask=mask, other=0.0)
-    param = tl.load(norms_ptr + num_segments + segment, mask=mask, other=0.0)
-    if HAS_FALLBACK:
-        known = grad > 0.0
-        grad = tl.where(known, grad, tl.load(fallback_ptr + segment, mask=mask, other=0.0))
-        param = tl.where(known, param, tl.load(fallback_ptr + num_segments + segment, mask=mask, other=0.0))
+    segment = tl.program_id(0)
+    grad = tl.load(norms_ptr + segment)
+    param = tl.load(norms_ptr + num_segments + segment)
+    if HAS_FALLBACK:  # noqa: SIM102  a constant decides what is compiled, a value what runs
+        if grad <= 0.0:
+            param = 0.0
+            numel = tl.load(numel_ptr + segment)
+            grad_address = tl.load(address_ptr + segment)
+            param_address = tl.load(address_ptr + num_segments + segment)
+            for start in range(0, numel, STRETCH):
+                remaining = tl.where(grad_address != 0, numel - start, 0)
+                values = load_block(grad_address, start, remaining, ELEMENT, STRETCH)
+                grad += tl.sum(values * values)
+                values = load_block(param_address, start, numel - start, ELEMENT, STRETCH)
+                param += tl.sum(values * values)
     grad = tl.sqrt_rn(grad)
     param = tl.sqrt_rn(param)
     trust = tl.div_rn(coefficient * param, grad + weight_decay * param + eps)
-    tl.store(trust_ptr + segment, tl.where((grad > 0.0) & (param > 0.0), trust, 1.0), mask=mask)
+    tl.store(trust_ptr + segment, tl.where((grad > 0.0) & (param > 0.0), trust, 1.0))
 
 
 @triton.jit
@@ -99,17 +103,16 @@ def _commit_norms_kernel(
 
 def block_norms(
     segments: Segments,
-    operands: Operands,
-    known: Tensor | None,  # f32 (segments,): segments with a positive entry are left out
+    operands: Operands,  # its gradients are fp32
     partials: Tensor,  # out: f32 (blocks, 2): sums of squares of gradient and parameter
 ) -> None:
     """The sums of squares of every block: a read of gradients and parameters."""
     launch(
         _block_norms_kernel, segments.num_blocks, partials,
-        segments.block_table, operands.addresses, segments.numel_table, known,
+        segments.block_table, operands.addresses, segments.numel_table,
         partials,
         len(segments.numels),
-        HAS_KNOWN=known is not None, BLOCK=BLOCK,
+        ELEMENT=ELEMENT[operands.dtype], BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -124,26 +127,32 @@ def reduce_norms(
         partials, segments.first_blocks,
         norms,
         len(segments.numels),
-        CHUNK=_CHUNK, warps="small",
+        CHUNK=_CHUNK, shape="small",
     )  # fmt: skip
 
 
 def trust_ratios(
+    segments: Segments,
+    operands: Operands,
     norms: Tensor,  # f32 (2, segments): squared norms of gradient and parameter
-    fallback: Tensor | None,  # f32 (2, segments): used where the gradient norm is not positive
     trust: Tensor,  # out: f32 (segments,)
     *,
     coefficient: float,
     weight_decay: float,
     eps: float,
+    fallback: bool,
 ) -> None:
-    """LARS's local learning rate of every segment."""
+    """LARS's local learning rate of every segment.
+
+    ``fallback``: a segment without a positive gradient norm takes those of its operands, read by one program. That is
+    a parameter's first step, and no other unless its gradient is all zeros.
+    """
     launch(
-        _trust_ratios_kernel, -(-trust.numel() // _CHUNK), trust,
-        norms, fallback,
+        _trust_ratios_kernel, len(segments.numels), trust,
+        operands.addresses, segments.numel_table, norms,
         trust,
-        coefficient, weight_decay, eps, trust.numel(),
-        HAS_FALLBACK=fallback is not None, CHUNK=_CHUNK, warps="small",
+        coefficient, weight_decay, eps, len(segments.numels),
+        HAS_FALLBACK=fallback, ELEMENT=ELEMENT[operands.dtype], STRETCH=4 * BLOCK, shape="stretch",
     )  # fmt: skip
 
 
@@ -161,5 +170,5 @@ def commit_norms(
         received, present,
         norms,
         inverse_world, received.shape[0], received.stride(0), segments,
-        CHUNK=_CHUNK, warps="small",
+        CHUNK=_CHUNK, shape="small",
     )  # fmt: skip

@@ -2,148 +2,177 @@
 
     candidates = entries with key >= sampled threshold         (a few k, in index order)
     T          = k-th largest candidate key of the scope       (all candidates where there are no more than k)
-    winners    = candidates with key >= T  -> payload;  residual, velocity <- 0 there
+    winners    = candidates with key >= T  -> payload;  residual <- what the payload's rounding lost, velocity <- 0
 
-Work proportional to k. Exact: keys are distinct, so the k largest are one well-defined set.
+Work proportional to k, in five launches. Exact: keys are distinct, so the k largest are one well-defined set.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedcomp.kernels._launch import launch
-from fusedcomp.kernels.accumulate import selection_key
+from fusedcomp.kernels._launch import ELEMENT, launch
 from fusedcomp.kernels.compress import STAGE
-from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, PAGE, Segments
+from fusedcomp.kernels.digits import COPIES, DIGIT_BINS, pick, pick_among, take_histogram
+from fusedcomp.kernels.elements import INFINITE, load_state, narrow, narrow_clamped, store_state, widen
+from fusedcomp.kernels.headers import FORMAT_VERSION, HEADER_WORDS, fill_header
+from fusedcomp.kernels.keys import magnitude_bits, selection_key
+from fusedcomp.kernels.order import last_arrival, offset_before, start_order
+from fusedcomp.kernels.segments import BLOCK, PAGE, Operands, Segments
 
-DIGITS = 5
-_BITS = 8
-BINS = 1 << _BITS
-_CHUNK = 1024  # candidates at a time; packing holds twice as much of each, and spills 8 bytes at 1024
+_SLOTS = 32  # of a staging row at a time: most rows hold fewer candidates
+_GATHER = 16  # blocks a program gathers
+PACK = 512  # candidates a program looks at
+_LOOK_BACK = 1024
+_NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _scan_counts_kernel(
+    counts_ptr, seed_ptr,  # in
+    published_ptr, ticket_ptr,  # scratch
+    offsets_ptr,  # out
+    num_blocks, programs,
+    CHUNK: tl.constexpr, LOOK_BACK: tl.constexpr,
+):  # fmt: skip
+    program = start_order(ticket_ptr, programs)
+    block = program * CHUNK + tl.arange(0, CHUNK)
+    count = tl.load(counts_ptr + block, mask=block < num_blocks, other=0)
+    total = tl.sum(count)
+    before = offset_before(published_ptr, program, total, tl.load(seed_ptr), LOOK_BACK)
+    tl.store(offsets_ptr + block, before + tl.cumsum(count) - count, mask=block < num_blocks)
+    if program == programs - 1:
+        tl.store(offsets_ptr + num_blocks, before + total)
 
 
 @triton.jit
 def _gather_candidates_kernel(
     block_table_ptr, numel_ptr, counts_ptr, offsets_ptr, staged_ptr, residual_ptr, threshold_ptr, seed_ptr,  # in
     keys_ptr, indices_ptr,  # out
-    capacity,
-    PER_TENSOR: tl.constexpr, STAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    capacity, num_blocks,
+    PER_TENSOR: tl.constexpr, HALF: tl.constexpr, STAGE: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts_ptr + block)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    lane = tl.arange(0, BLOCKS)
+    block = first + lane
+    count = tl.load(counts_ptr + block, mask=block < num_blocks, other=0)
+    position = tl.load(offsets_ptr + block, mask=block < num_blocks, other=0)
     seed = tl.load(seed_ptr)
-    position = tl.load(offsets_ptr + block)
-    if (count > 0) & (count <= STAGE):
-        slot = tl.arange(0, STAGE)
-        index = block * BLOCK + tl.load(staged_ptr + block * STAGE + slot, mask=slot < count, other=0).to(tl.int64)
-        key = selection_key(tl.load(residual_ptr + index), index, seed)
-        mask = (slot < count) & (position + slot < capacity)
-        tl.store(keys_ptr + position + slot, key, mask=mask)
-        tl.store(indices_ptr + position + slot, index, mask=mask)
-    if count > STAGE:  # the row could not hold them (an embedding's hot rows): read the block again
-        segment = tl.load(block_table_ptr + 2 * block)
-        start = tl.load(block_table_ptr + 2 * block + 1).to(tl.int64) * BLOCK
-        remaining = tl.load(numel_ptr + segment) - start
+    staged = tl.where(count <= STAGE, count, 0)
+    for slots in range(0, tl.max(staged), SLOTS):
+        inside = (slots + tl.arange(0, SLOTS))[None, :]
+        slot = position[:, None] + inside
+        live = (inside < staged[:, None]) & (slot < capacity)
+        offset = tl.load(staged_ptr + block[:, None] * STAGE + inside, mask=live, other=0).to(tl.int64)
+        index = block[:, None] * BLOCK + offset
+        key = selection_key(load_state(residual_ptr + index, live, HALF), index, seed, HALF)
+        tl.store(keys_ptr + slot, key, mask=live)
+        tl.store(indices_ptr + slot, index, mask=live)
+    # Blocks whose row could not hold their candidates (an embedding's hot rows) are read again.
+    crowded = tl.min(tl.where(count > STAGE, lane, BLOCKS))
+    while crowded < BLOCKS:
+        at = first + crowded
+        segment = tl.load(block_table_ptr + 2 * at)
+        remaining = tl.load(numel_ptr + segment) - tl.load(block_table_ptr + 2 * at + 1).to(tl.int64) * BLOCK
         least = tl.load(threshold_ptr + segment * PER_TENSOR)
+        free = tl.load(offsets_ptr + at)
         for chunk in range(0, BLOCK, CHUNK):
             offset = chunk + tl.arange(0, CHUNK)
-            index = block * BLOCK + offset
-            key = selection_key(tl.load(residual_ptr + index), index, seed)
-            chosen = (key >= least) & (offset < remaining)
-            slot = position + tl.cumsum(chosen.to(tl.int64)) - 1
-            mask = chosen & (slot < capacity)
-            tl.store(keys_ptr + slot, key, mask=mask)
-            tl.store(indices_ptr + slot, index, mask=mask)
-            position += tl.sum(chosen.to(tl.int64))
+            index = at * BLOCK + offset
+            key = selection_key(load_state(residual_ptr + index, offset < remaining, HALF), index, seed, HALF)
+            chosen = (offset < remaining) & (key >= least)
+            slot = free + tl.cumsum(chosen.to(tl.int32)) - 1
+            tl.store(keys_ptr + slot, key, mask=chosen & (slot < capacity))
+            tl.store(indices_ptr + slot, index, mask=chosen & (slot < capacity))
+            free += tl.sum(chosen.to(tl.int32))
+        crowded = tl.min(tl.where((count > STAGE) & (lane > crowded), lane, BLOCKS))
 
 
 @triton.jit
-def _pick(histogram, low, rank, shift, BINS: tl.constexpr):
-    """Radix selection, one digit: the rank-th key's digit joins ``low``; rank becomes that inside its bin.
-
-    A rank of 0 says that all keys of the bin win: those from ``low`` on are the k largest.
-    """
-    bins = tl.arange(0, BINS)
-    at_least = tl.cumsum(histogram, reverse=True)
-    pick = tl.sum((at_least >= rank).to(tl.int32)) - 1
-    here = tl.sum(tl.where(bins == pick, histogram, 0)).to(tl.int64)
-    rank = rank - (tl.sum(tl.where(bins == pick, at_least, 0)).to(tl.int64) - here)
-    return low | (pick.to(tl.int64) << shift), tl.where(here == rank, 0, rank)
-
-
-@triton.jit
-def _count_digits_kernel(
-    keys_ptr, offsets_ptr, item_ptr, scope_ptr, rank_ptr, state_ptr, histogram_ptr,  # in
-    new_state_ptr, new_histogram_ptr,  # out
-    capacity, shift,
-    FIRST: tl.constexpr, BITS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+def _count_candidates_kernel(
+    group_ptr, offsets_ptr, keys_ptr, rank_ptr, threshold_ptr, width_ptr,  # in
+    histogram_ptr, ticket_ptr,  # scratch
+    bounds_ptr,  # out
+    capacity,
+    BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0)
-    scope = tl.load(item_ptr + 3 * item)
-    block = tl.load(item_ptr + 3 * item + 1)
-    begin = tl.minimum(tl.load(offsets_ptr + block), capacity)
-    end = tl.minimum(tl.load(offsets_ptr + tl.load(item_ptr + 3 * item + 2)), capacity)
-    scope_block = tl.load(scope_ptr + scope)
-    bins = tl.arange(0, BINS)
-    if FIRST:
-        first = tl.minimum(tl.load(offsets_ptr + scope_block), capacity)
-        last = tl.minimum(tl.load(offsets_ptr + tl.load(scope_ptr + scope + 1)), capacity)
+    group = tl.program_id(0)
+    scope = tl.load(group_ptr + 4 * group)
+    begin = tl.minimum(tl.load(offsets_ptr + tl.load(group_ptr + 4 * group + 1)), capacity)
+    end = tl.minimum(tl.load(offsets_ptr + tl.load(group_ptr + 4 * group + 2)), capacity)
+    least = tl.load(threshold_ptr + scope)
+    width = tl.load(width_ptr + scope)
+    counted = tl.zeros((DIGIT_BINS,), tl.int32)
+    for chunk in range(begin, end, CHUNK):
+        at = chunk + tl.arange(0, CHUNK)
+        key = tl.load(keys_ptr + at, mask=at < end, other=0)
+        digit = tl.minimum((key - least) >> width, DIGIT_BINS - 1).to(tl.int32)
+        counted += tl.histogram(digit, DIGIT_BINS, mask=at < end)
+    mine = histogram_ptr + scope * BINS + (group % COPIES) * DIGIT_BINS
+    tl.atomic_add(mine + tl.arange(0, DIGIT_BINS), counted, mask=counted > 0, sem="relaxed")
+    if last_arrival(ticket_ptr + 1 + scope, tl.load(group_ptr + 4 * group + 3)):
+        copies = take_histogram(histogram_ptr + scope * BINS, COPIES * DIGIT_BINS)
+        histogram = tl.sum(tl.reshape(copies, (COPIES, DIGIT_BINS)), 0)
         rank = tl.load(rank_ptr + scope)
-        rank = tl.where(last - first > rank, rank, 0)
-        low = rank * 0
-    else:  # every program of a scope draws the same conclusion from the digit before
-        low = tl.load(state_ptr + 2 * scope)
-        rank = tl.load(state_ptr + 2 * scope + 1)
-        if rank > 0:
-            low, rank = _pick(tl.load(histogram_ptr + scope * BINS + bins), low, rank, shift + BITS, BINS)
-    if block == scope_block:
-        tl.store(new_state_ptr + 2 * scope, low)
-        tl.store(new_state_ptr + 2 * scope + 1, rank)
-    if (rank > 0) & (begin < end):
-        histogram = tl.zeros((BINS,), tl.int32)
-        for chunk in range(begin, end, CHUNK):
-            at = chunk + tl.arange(0, CHUNK)
-            key = tl.load(keys_ptr + at, mask=at < end, other=-1)
-            inside = (key >> (shift + BITS)) == (low >> (shift + BITS))
-            histogram += tl.histogram(((key >> shift) & (BINS - 1)).to(tl.int32), BINS, mask=inside)
-        tl.atomic_add(new_histogram_ptr + scope * BINS + bins, histogram, mask=histogram > 0)
+        low, high = least, _NO_LIMIT
+        if tl.sum(histogram) > rank:
+            digit, rank, _ = pick(histogram, rank, DIGIT_BINS)
+            low = least + (digit << width)
+            if digit < DIGIT_BINS - 1:
+                high = low + (tl.full((), 1, tl.int64) << width)
+        else:
+            rank = rank * 0  # no more candidates than asked for: all of them
+        tl.store(bounds_ptr + 3 * scope, low)
+        tl.store(bounds_ptr + 3 * scope + 1, high)
+        tl.store(bounds_ptr + 3 * scope + 2, rank)
 
 
 @triton.jit
-def _select_threshold_kernel(
-    keys_ptr, offsets_ptr, scope_ptr, rank_ptr, state_ptr, histogram_ptr,  # in
+def _select_candidates_kernel(
+    group_ptr, scope_ptr, offsets_ptr, keys_ptr, bounds_ptr, width_ptr,  # in
+    near_ptr, count_ptr, ticket_ptr,  # scratch
     threshold_ptr,  # out
-    capacity, shift,
-    HAS_STATE: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    capacity,
+    CHUNK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    scope = tl.program_id(0)
-    begin = tl.minimum(tl.load(offsets_ptr + tl.load(scope_ptr + scope)), capacity)
-    end = tl.minimum(tl.load(offsets_ptr + tl.load(scope_ptr + scope + 1)), capacity)
-    rank = tl.load(rank_ptr + scope)
-    rank = tl.where(end - begin > rank, rank, 0)  # no more keys than asked: all of them
-    low = rank * 0
-    if HAS_STATE:  # noqa: SIM102  a constant decides what is compiled, a value what runs
-        if rank > 0:
-            low = tl.load(state_ptr + 2 * scope)
-            rank = tl.load(state_ptr + 2 * scope + 1)
-            if rank > 0:
-                bins = tl.arange(0, BINS)
-                low, rank = _pick(tl.load(histogram_ptr + scope * BINS + bins), low, rank, shift, BINS)
-    while (shift > 0) & (rank > 0):
-        parent = shift
-        shift = tl.maximum(shift - 8, 0)
-        histogram = tl.zeros((256,), tl.int32)
+    group = tl.program_id(0)
+    scope = tl.load(group_ptr + 4 * group)
+    low = tl.load(bounds_ptr + 3 * scope)
+    high = tl.load(bounds_ptr + 3 * scope + 1)
+    rank = tl.load(bounds_ptr + 3 * scope + 2)
+    origin = tl.minimum(tl.load(offsets_ptr + tl.load(scope_ptr + scope)), capacity)
+    if rank > 0:  # bring together the candidates of the k-th one's bin, in any order
+        begin = tl.minimum(tl.load(offsets_ptr + tl.load(group_ptr + 4 * group + 1)), capacity)
+        end = tl.minimum(tl.load(offsets_ptr + tl.load(group_ptr + 4 * group + 2)), capacity)
         for chunk in range(begin, end, CHUNK):
             at = chunk + tl.arange(0, CHUNK)
             key = tl.load(keys_ptr + at, mask=at < end, other=-1)
-            inside = (key >> parent) == (low >> parent)
-            # The last digit may overlap the one before: its upper bits are then the same for all keys inside.
-            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=inside)
-        low, rank = _pick(histogram, low, rank, shift, 256)
-    tl.store(threshold_ptr + scope, tl.maximum(low, 0))  # fewer samples with a gradient than asked: all
+            near = (key >= low) & (key < high)
+            count = tl.sum(near.to(tl.int32))
+            if count > 0:
+                slot = tl.atomic_add(count_ptr + scope, count, sem="relaxed") + tl.cumsum(near.to(tl.int32)) - 1
+                tl.store(near_ptr + origin + slot, key, mask=near)
+    if last_arrival(ticket_ptr + 1 + scope, tl.load(group_ptr + 4 * group + 3)):
+        threshold = rank * 0
+        if rank > 0:
+            end = origin + tl.load(count_ptr + scope, cache_modifier=".cg")
+            # In the bin's own coordinates: as many bits as it is wide.
+            shift = tl.where(high == _NO_LIMIT, 63, tl.load(width_ptr + scope).to(tl.int64))
+            digits, excess = rank * 0, rank
+            while (excess > 0) & (shift > 0):
+                below = tl.maximum(shift - 8, 0)
+                digits, rank, excess = pick_among(near_ptr, origin, end, low, digits, rank, shift, below, ALONE)
+                shift = below
+            threshold = high
+            for chunk in range(origin, end, ALONE):  # the smallest of those that have these digits is the k-th
+                at = chunk + tl.arange(0, ALONE)
+                key = tl.load(near_ptr + at, mask=at < end, other=0, cache_modifier=".cg")
+                same = (at < end) & (((key - low) >> shift) == (digits >> shift))
+                threshold = tl.minimum(threshold, tl.min(tl.where(same, key, _NO_LIMIT)))
+            tl.debug_barrier()  # all have read the count
+            tl.store(count_ptr + scope, 0)
+        tl.store(threshold_ptr + scope, threshold)
 
 
 @triton.jit
@@ -164,98 +193,84 @@ def _winning(
 
 
 @triton.jit
-def _count_winners_kernel(
-    keys_ptr, indices_ptr, block_table_ptr, offsets_ptr, threshold_ptr,  # in
-    winners_ptr,  # out
-    capacity, num_blocks,
-    BLOCKS_PER_PAGE: tl.constexpr, PER_TENSOR: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    page = tl.program_id(0).to(tl.int64)
-    begin = tl.minimum(tl.load(offsets_ptr + page * BLOCKS_PER_PAGE), capacity)
-    end = tl.load(offsets_ptr + tl.minimum((page + 1) * BLOCKS_PER_PAGE, num_blocks))
-    end = tl.minimum(end, capacity)
-    count = tl.zeros((CHUNK,), tl.int32)
-    for chunk in range(begin, end, CHUNK):
-        at = chunk + tl.arange(0, CHUNK)
-        _, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, end, PER_TENSOR, BLOCK)
-        count += won.to(tl.int32)
-    tl.store(winners_ptr + page, tl.sum(count))
-
-
-@triton.jit
 def _pack_payload_kernel(
-    keys_ptr, indices_ptr, block_table_ptr, offsets_ptr, threshold_ptr, winners_ptr, cumulative_ptr,  # in
-    velocity_ptr, residual_ptr,  # in-out
-    starts_ptr, out_indices_ptr, values_ptr,  # out
-    capacity, num_blocks, num_pages, num_values,
-    BLOCKS_PER_PAGE: tl.constexpr, PER_TENSOR: tl.constexpr, MASK_VELOCITY: tl.constexpr, PAGE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    keys_ptr, indices_ptr, block_table_ptr, offsets_ptr, threshold_ptr, address_ptr,  # in
+    velocity_ptr, residual_ptr, flag_ptr, seed_ptr,  # in-out
+    published_ptr, ticket_ptr,  # scratch
+    starts_ptr, out_indices_ptr, values_ptr, header_ptr,  # out
+    capacity, num_blocks, programs, pages, num_values, num_segments, words,
+    PER_TENSOR: tl.constexpr, MASK_VELOCITY: tl.constexpr, HALF: tl.constexpr, WIRE: tl.constexpr,
+    VERSION: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr, LOOK_BACK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    page = tl.program_id(0).to(tl.int64)
-    begin = tl.minimum(tl.load(offsets_ptr + page * BLOCKS_PER_PAGE), capacity)
-    end = tl.load(offsets_ptr + tl.minimum((page + 1) * BLOCKS_PER_PAGE, num_blocks))
-    end = tl.minimum(end, capacity)
-    total = tl.load(cumulative_ptr + page)
-    position = total - tl.load(winners_ptr + page)
-    tl.store(starts_ptr + page, position.to(tl.int32))
-    for chunk in range(begin, end, CHUNK):
-        at = chunk + tl.arange(0, CHUNK)
-        index, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, end, PER_TENSOR, BLOCK)
-        slot = position + tl.cumsum(won.to(tl.int32)) - 1
-        value = tl.load(residual_ptr + index, mask=won, other=0.0)
-        tl.store(out_indices_ptr + slot, (index % PAGE).to(tl.int16), mask=won)
-        tl.store(values_ptr + slot, value, mask=won)
-        tl.store(residual_ptr + index, tl.zeros((CHUNK,), tl.float32), mask=won)
-        if MASK_VELOCITY:
-            tl.store(velocity_ptr + index, tl.zeros((CHUNK,), tl.float32), mask=won)
-        position += tl.sum(won.to(tl.int32))
-    if page == num_pages - 1:  # the end of the last page, and no stale memory on the wire
-        tl.store(starts_ptr + num_pages, total.to(tl.int32))
+    program = start_order(ticket_ptr, programs)
+    candidates = tl.minimum(tl.load(offsets_ptr + num_blocks), capacity)
+    at = program.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    index, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, candidates, PER_TENSOR, BLOCK)
+    count = tl.sum(won.to(tl.int32))
+    before = offset_before(published_ptr, program, count, tl.load(seed_ptr), LOOK_BACK).to(tl.int32)
+    slot = before + tl.cumsum(won.to(tl.int32)) - won.to(tl.int32)  # winners before this candidate
+    # A page starts where its first candidate is, or the first of a later page.
+    page = index // PAGE
+    previous = tl.load(indices_ptr + at - 1, mask=(at > 0) & (at < candidates), other=-PAGE) // PAGE
+    opened = tl.where(at < candidates, (page - previous).to(tl.int32), 0)
+    for skipped in range(0, tl.max(opened)):
+        tl.store(starts_ptr + page - skipped, slot, mask=skipped < opened)
+
+    value = load_state(residual_ptr + index, won, HALF)
+    sent = narrow_clamped(value, WIRE)
+    tl.store(out_indices_ptr + slot, (index % PAGE).to(tl.int16), mask=won)
+    tl.store(values_ptr + slot, sent, mask=won)
+    kept = tl.zeros((CHUNK,), tl.float32)
+    if not (HALF or WIRE.is_fp32()):  # what is not finite has gone whole
+        kept = tl.where(magnitude_bits(value) < INFINITE, value - widen(sent, WIRE), 0.0)
+    store_state(residual_ptr + index, kept, won, HALF)
+    if MASK_VELOCITY:
+        store_state(velocity_ptr + index, tl.zeros((CHUNK,), tl.float32), won, HALF)
+
+    if program == programs - 1:  # the pages after the last candidate, no stale memory on the wire, the header
+        total = before + count
+        last = tl.load(indices_ptr + candidates - 1, mask=candidates > 0, other=-PAGE) // PAGE
+        for later in range(last + 1, pages + 1, CHUNK):
+            after = later + tl.arange(0, CHUNK)
+            tl.store(starts_ptr + after, total, mask=after <= pages)
         for tail in range(total, num_values, CHUNK):
             unused = tail + tl.arange(0, CHUNK)
             tl.store(out_indices_ptr + unused, tl.zeros((CHUNK,), tl.int16), mask=unused < num_values)
-            tl.store(values_ptr + unused, tl.zeros((CHUNK,), tl.float32), mask=unused < num_values)
+            tl.store(values_ptr + unused, narrow(tl.zeros((CHUNK,), tl.float32), WIRE), mask=unused < num_values)
+        fill_header(address_ptr, flag_ptr, seed_ptr, header_ptr, total, num_segments, words, VERSION, FIRST)
 
 
 def gather_candidates(
     segments: Segments,
-    counts: Tensor,  # i64 (blocks,)
+    counts: Tensor,  # i32 (blocks,)
     staged: Tensor,  # i16 (blocks, STAGE)
-    residual: Tensor,  # f32 (padded,)
+    residual: Tensor,  # f32 or bf16 (padded,)
     thresholds: Tensor,  # i64 (scopes,)
     seed: Tensor,  # i32 (1,)
-    offsets: Tensor,  # in-out: i64 (blocks + 1,), [0] is 0: running number of candidates
+    published: Tensor,  # scratch: i64 (pages,)
+    tickets: Tensor,  # scratch: i32 (1 + scopes,), zeros before and after
+    offsets: Tensor,  # out: i64 (blocks + 1,): running number of candidates
     keys: Tensor,  # out: i64 (capacity,)
     indices: Tensor,  # out: i64 (capacity,), padded index
 ) -> None:
     """The candidates of all blocks in index order; what exceeds the capacity stays in the residual."""
-    torch.cumsum(counts, 0, out=offsets[1:])
+    programs = -(-segments.num_blocks // _LOOK_BACK)
     launch(
-        _gather_candidates_kernel, segments.num_blocks, residual,
+        _scan_counts_kernel, programs, residual,
+        counts, seed,
+        published, tickets,
+        offsets,
+        segments.num_blocks, programs,
+        CHUNK=_LOOK_BACK, LOOK_BACK=_LOOK_BACK, shape="item",
+    )  # fmt: skip
+    launch(
+        _gather_candidates_kernel, -(-segments.num_blocks // _GATHER), residual,
         segments.block_table, segments.numel_table, counts, offsets, staged, residual, thresholds, seed,
         keys, indices,
-        keys.numel(),
-        PER_TENSOR=segments.per_tensor, STAGE=STAGE, CHUNK=256, BLOCK=BLOCK, warps="gather",
-    )  # fmt: skip
-
-
-def select_threshold(
-    keys: Tensor,  # i64 (capacity,)
-    offsets: Tensor,  # i64 (m,): ascending positions in keys, clamped to the capacity
-    scopes: Tensor,  # i64 (scopes + 1,): scope s owns keys offsets[scopes[s]] .. offsets[scopes[s + 1]]
-    ranks: Tensor,  # i64 (scopes,), >= 1
-    thresholds: Tensor,  # out: i64 (scopes,)
-) -> None:
-    """A threshold that the rank largest keys of every scope reach and no other; 0 where a scope has no more.
-
-    One program per scope: for some ten thousand keys.
-    """
-    launch(
-        _select_threshold_kernel, thresholds.numel(), keys,
-        keys, offsets, scopes, ranks, None, None,
-        thresholds,
-        keys.numel(), 63,
-        HAS_STATE=False, BINS=BINS, CHUNK=_CHUNK * 4, warps="select",
+        keys.numel(), segments.num_blocks,
+        PER_TENSOR=segments.per_tensor, HALF=residual.itemsize == 2, STAGE=STAGE, SLOTS=_SLOTS, BLOCKS=_GATHER,
+        CHUNK=1024, BLOCK=BLOCK, shape="page",
     )  # fmt: skip
 
 
@@ -264,65 +279,65 @@ def select_candidates(
     keys: Tensor,  # i64 (capacity,)
     offsets: Tensor,  # i64 (blocks + 1,)
     ranks: Tensor,  # i64 (scopes,), >= 1
-    states: Tensor,  # scratch: i64 (DIGITS, scopes, 2)
-    histograms: Tensor,  # scratch: i32 (DIGITS, scopes, BINS)
-    thresholds: Tensor,  # out: i64 (scopes,)
+    widths: Tensor,  # i32 (scopes,)
+    histograms: Tensor,  # scratch: i32 (scopes, BINS), zeros before and after
+    bounds: Tensor,  # scratch: i64 (scopes, 3): the k-th key is the rank-th of those from .. to
+    near: Tensor,  # scratch: i64 (capacity,): those keys
+    near_counts: Tensor,  # scratch: i32 (scopes,), zeros before and after
+    tickets: Tensor,  # scratch: i32 (1 + scopes,), zeros before and after
+    thresholds: Tensor,  # in-out: i64 (scopes,): least candidate; ranks-th largest, 0 where there are no more
 ) -> None:
-    """``select_threshold`` for the candidates of a bucket, on all multiprocessors.
-
-    Five digits of 8 bits are the magnitude and 9 bits of the hash; what they leave open, one program per scope decides.
-    """
-    histograms.zero_()
-    shift = 63
-    for digit in range(DIGITS):
-        shift -= _BITS
-        before = (states[digit - 1], histograms[digit - 1]) if digit else (None, None)
-        launch(
-            _count_digits_kernel, segments.item_table.shape[0], keys,
-            keys, offsets, segments.item_table, segments.scope_blocks, ranks, *before,
-            states[digit], histograms[digit],
-            keys.numel(), shift,
-            FIRST=digit == 0, BITS=_BITS, BINS=BINS, CHUNK=_CHUNK, warps="page",
-        )  # fmt: skip
+    """The ranks-th largest key of every scope: one look at all candidates, another at those of its bin."""
     launch(
-        _select_threshold_kernel, thresholds.numel(), keys,
-        keys, offsets, segments.scope_blocks, ranks, states[-1], histograms[-1],
+        _count_candidates_kernel, segments.group_table.shape[0], keys,
+        segments.group_table, offsets, keys, ranks, thresholds, widths,
+        histograms, tickets,
+        bounds,
+        keys.numel(),
+        BINS=histograms.shape[1], CHUNK=1024, shape="item",
+    )  # fmt: skip
+    launch(
+        _select_candidates_kernel, segments.group_table.shape[0], keys,
+        segments.group_table, segments.scope_blocks, offsets, keys, bounds, widths,
+        near, near_counts, tickets,
         thresholds,
-        keys.numel(), shift,
-        HAS_STATE=True, BINS=BINS, CHUNK=_CHUNK * 4, warps="select",
+        keys.numel(),
+        CHUNK=1024, ALONE=2048, shape="item",
     )  # fmt: skip
 
 
 def pack_payload(
     segments: Segments,
+    operands: Operands,
     keys: Tensor,  # i64 (capacity,)
     indices: Tensor,  # i64 (capacity,)
     offsets: Tensor,  # i64 (blocks + 1,)
     thresholds: Tensor,  # i64 (scopes,)
-    velocity: Tensor | None,  # in-out: f32 (padded,), None: not masked
-    residual: Tensor,  # in-out: f32 (padded,)
-    winners: Tensor,  # scratch: i32 (2, pages)
+    velocity: Tensor | None,  # in-out: f32 or bf16 (padded,), None: not masked
+    residual: Tensor,  # in-out: f32 or bf16 (padded,)
+    flag: Tensor,  # in-out: i32 (1,): a gradient was not finite; reset
+    seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
+    published: Tensor,  # scratch: i64 (ceil(capacity / PACK),)
+    tickets: Tensor,  # scratch: i32 (1 + scopes,), zeros before and after
     starts: Tensor,  # out: i32 (pages + 1,): first value of every page, and their number
     out_indices: Tensor,  # out: i16 (k,): index inside the page, as unsigned 16 bits
-    values: Tensor,  # out: f32 (k,); zeros past the last
+    values: Tensor,  # out: f32, bf16 or f16 (k,); zeros past the last
+    header: Tensor,  # out: i32 (HEADER_WORDS + ceil(segments / 32),)
 ) -> None:
-    """Move candidates with key >= threshold to the payload, in index order; zero residual and velocity there."""
-    common: dict[str, Any] = dict(
-        BLOCKS_PER_PAGE=BLOCKS_PER_PAGE, PER_TENSOR=segments.per_tensor, BLOCK=BLOCK, warps="page"
-    )
+    """Move candidates with key >= threshold to the payload, in index order; zero residual and velocity there.
+
+    Values of 16 bits are rounded to nearest, finite ones to a finite one; what that loses stays in the residual.
+    """
+    programs = -(-keys.numel() // PACK)
     launch(
-        _count_winners_kernel, segments.num_pages, keys,
-        keys, indices, segments.block_table, offsets, thresholds,
-        winners[0],
-        keys.numel(), segments.num_blocks,
-        CHUNK=_CHUNK, **common,
-    )  # fmt: skip
-    torch.cumsum(winners[0], 0, dtype=torch.int32, out=winners[1])
-    launch(
-        _pack_payload_kernel, segments.num_pages, keys,
-        keys, indices, segments.block_table, offsets, thresholds, winners[0], winners[1],
-        velocity, residual,
-        starts, out_indices, values,
-        keys.numel(), segments.num_blocks, segments.num_pages, values.numel(),
-        MASK_VELOCITY=velocity is not None, PAGE=PAGE, CHUNK=_CHUNK // 2, **common,
+        _pack_payload_kernel, programs, keys,
+        keys, indices, segments.block_table, offsets, thresholds, operands.addresses,
+        velocity, residual, flag, seed,
+        published, tickets,
+        starts, out_indices, values, header,
+        keys.numel(), segments.num_blocks, programs, segments.num_pages, values.numel(), len(segments.numels),
+        header.numel() - HEADER_WORDS,
+        PER_TENSOR=segments.per_tensor, MASK_VELOCITY=velocity is not None, HALF=residual.itemsize == 2,
+        WIRE=ELEMENT[values.dtype], VERSION=FORMAT_VERSION, FIRST=HEADER_WORDS, PAGE=PAGE, LOOK_BACK=_LOOK_BACK,
+        CHUNK=PACK, BLOCK=BLOCK, shape="page",
     )  # fmt: skip

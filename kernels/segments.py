@@ -8,6 +8,7 @@ offset on the wire, which leaves 16 bits for the index inside a page.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 BLOCK = 2048
 PAGE = 65536
 BLOCKS_PER_PAGE = PAGE // BLOCK
-_BLOCKS_PER_ITEM = 128  # some 800 candidates at density 0.001: what one program of the selection takes at a time
+_BLOCKS_PER_GROUP = 128  # some 800 candidates at density 0.001: what one program of the selection looks at
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class Segments:
     start_table: Tensor  # i64 (segments,): first element in the compact (unpadded) order
     first_blocks: Tensor  # i64 (segments + 1,)
     scope_blocks: Tensor  # i64 (scopes + 1,): first block of every scope
-    item_table: Tensor  # i64 (items, 3): scope, first and last block of pieces of scopes
+    group_table: Tensor  # i64 (groups, 4): scope, first and last block of pieces of scopes; how many the scope has
     slices: tuple[slice, ...]  # of the padded space
     compact_slices: tuple[slice, ...]
 
@@ -51,13 +52,13 @@ class Segments:
             first_blocks.append(first_blocks[-1] + blocks)
             start += numel
         scope_blocks = first_blocks if per_tensor else [0, first_blocks[-1]]
-        items = [
-            (scope, first, min(first + _BLOCKS_PER_ITEM, end))
+        groups = [
+            (scope, first, min(first + _BLOCKS_PER_GROUP, end), -(-(end - begin) // _BLOCKS_PER_GROUP))
             for scope, (begin, end) in enumerate(pairwise(scope_blocks))
-            for first in range(begin, end, _BLOCKS_PER_ITEM)
+            for first in range(begin, end, _BLOCKS_PER_GROUP)
         ]
 
-        def i64(values: Sequence[int]) -> Tensor:
+        def i64(values: Sequence[Any]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         return Segments(
@@ -70,7 +71,7 @@ class Segments:
             start_table=i64(starts),
             first_blocks=i64(first_blocks),
             scope_blocks=i64(scope_blocks),
-            item_table=torch.tensor(items, dtype=torch.int64, device=device).view(-1, 3),
+            group_table=i64(groups).view(-1, 4),
             slices=tuple(slices),
             compact_slices=tuple(compact),
         )
@@ -108,6 +109,7 @@ class Operands:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
         self.grads: list[Tensor | None] = [None] * len(self.params)
+        self.dtype = self.params[0].dtype  # of all parameters and gradients
         device = self.params[0].device
         self.addresses = torch.zeros((2, len(self.params)), dtype=torch.int64, device=device)  # gradients, parameters
         self._sent: list[list[int]] | None = None
@@ -116,6 +118,11 @@ class Operands:
             shape = (self._SLOTS + 1, *self.addresses.shape)
             self._pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True)
             self._copied = [torch.cuda.Event() for _ in range(self._SLOTS)]
+
+    @property
+    def lacking(self) -> bool:
+        """Is a gradient missing?"""
+        return any(grad is None for grad in self.grads)
 
     def release(self) -> None:
         """Let go of the gradients, so that zero_grad() frees them; the addresses stay."""

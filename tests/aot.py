@@ -36,8 +36,9 @@ import fusedcomp.kernels
 from fusedcomp.kernels._launch import INTERPRET
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.compress import STAGE
+from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.headers import HEADER_WORDS
-from fusedcomp.kernels.refine import BINS, DIGITS
+from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import Operands, Segments
 
 MODULES = [
@@ -83,41 +84,55 @@ MEMORY = [
     for name in reversed(ACCUMULATE)
 ]
 DECAY = [{}, {"weight_decay": 0.0}]
-LARS = [{}, {"trust": None}, {"trust": None, "partials": None}]  # trust ratios come from norms: never without them
+LARS = [{}, {"trust": None, "partials": None}]  # trust ratios come from norms: never without them
+HALF = [{"half_states": True}, {}]
+ELEMENTS = [{"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+WIRE = [{"wire": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+# Types are a matter of loads and stores, whatever is done in between: each with all choices, and with the least.
+TYPES = [half | element for element in ELEMENTS for half in HALF]
 SCOPE = [{"per_tensor": True}, {"per_tensor": False}]
 FAILED = [{"failed": True}, {"failed": False}]
+FALLBACK = [{"fallback": True}, {"fallback": False}]
 DENSE_MOMENTUM = [{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "momentum_buffer": None}]
 
-# Launcher -> independent choices. All their combinations are compiled for the odd sizes; for the other sizes, to which
-# the choices are indifferent, the first (all there is) and the last (the least).
+# Launcher -> independent choices, the last of which may be types. All combinations are compiled for the odd sizes, but
+# of types with the first (all there is) and the last (the least) of the others; for the other sizes, to which the
+# choices are indifferent, the first and the last of all.
 CASES: dict[str, tuple[list[Overrides], ...]] = {
-    "sample": (MEMORY, DECAY, without("trust")),
-    "compress": (MEMORY, DECAY, LARS, SCOPE),
-    "compress_all": (MEMORY, DECAY, LARS),
-    "settle": (MEMORY, DECAY, without("trust")),
-    "gather_candidates": (SCOPE,),
-    "select_threshold": (),
+    "sample_threshold": (MEMORY, DECAY, without("trust"), TYPES),
+    "compress": (MEMORY, DECAY, LARS, SCOPE, TYPES),
+    "compress_all": (MEMORY, DECAY, LARS, TYPES),
+    "settle": (MEMORY, DECAY, without("trust"), TYPES),
+    "gather_candidates": (SCOPE, HALF),
     "select_candidates": (),
-    "pack_payload": (SCOPE, without("velocity")),
-    "apply_payloads": (),
-    "pack_dense": (),
-    "update_dense": (DENSE_MOMENTUM, DECAY, without("trust")),
-    "block_norms": (without("known"),),
+    "pack_payload": (SCOPE, without("velocity"), HALF, WIRE),
+    "apply_payloads": (without("headers"), WIRE, ELEMENTS),
+    "pack_dense": (ELEMENTS,),
+    "update_dense": (DENSE_MOMENTUM, DECAY, without("trust"), ELEMENTS),
+    "block_norms": (ELEMENTS,),
     "reduce_norms": (),
-    "trust_ratios": (without("fallback"),),
+    "trust_ratios": (FALLBACK, ELEMENTS),
     "commit_norms": (),
-    "write_header": (FAILED,),
+    "write_failure": (),
     "read_headers": (),
     "write_trailer": (FAILED,),
     "read_trailer": (),
 }
 
 
-def arguments(launcher: str, sizes: Sizes, per_tensor: bool = False) -> Overrides:
+def arguments(
+    launcher: str,
+    sizes: Sizes,
+    *,
+    per_tensor: bool = False,
+    half_states: bool = False,
+    dtype: torch.dtype = torch.float32,
+    wire: torch.dtype = torch.float32,
+) -> Overrides:
     """A value for every parameter name that a launcher has."""
     device = torch.device("cpu")
     segments = Segments.build(sizes.numels, device, per_tensor=per_tensor)
-    params = [torch.empty(n) for n in sizes.numels]
+    params = [torch.empty(n, dtype=dtype) for n in sizes.numels]
     operands = Operands(params)
     operands.update(params)
     count, blocks, pages = len(sizes.numels), segments.num_blocks, segments.num_pages
@@ -133,7 +148,8 @@ def arguments(launcher: str, sizes: Sizes, per_tensor: bool = False) -> Override
     def i64(*shape: int, device: str = "cpu") -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    state = torch.empty(segments.padded_numel)
+    state = torch.empty(segments.padded_numel, dtype=torch.bfloat16 if half_states else torch.float32)
+    scopes = len(segments.scope_numels)
     rows = (sizes.world,) if launcher == "apply_payloads" else ()  # the payloads of all ranks, or one's own
     words = HEADER_WORDS + -(-count // 32)
     payload_indices = inside(*rows, sizes.k, dtype=torch.int16, device=sizes.device)
@@ -141,34 +157,39 @@ def arguments(launcher: str, sizes: Sizes, per_tensor: bool = False) -> Override
         "segments": segments,
         "operands": operands,
         # states and tables
-        **dict.fromkeys((*VELOCITIES, "residual", "residual_in", "residual_out", "momentum_buffer"), state),
+        **dict.fromkeys((*VELOCITIES, "residual", "residual_in", "residual_out"), state),
+        "momentum_buffer": torch.empty(segments.padded_numel),
+        "sums": None if dtype == torch.float32 else torch.empty(segments.padded_numel),
         "trust": torch.empty(count),
         "seed": i32(1),
         "flag": i32(1),
         "status": i32(2),
         "lr": torch.empty(1),
         "present": i32(count),
-        "known": torch.empty(count),
-        "fallback": torch.empty(2, count),
+        "fallback": False,
         "partials": torch.empty(blocks, 2),
         # selection
-        "sample_table": i64(9, 2),
-        "thresholds": i64(len(segments.scope_numels)),
-        "ranks": i64(len(segments.scope_numels)),
-        "scopes": segments.scope_blocks,
-        "counts": i64(blocks),
+        "samples": i64(SAMPLES * scopes, 2),
+        "groups": i32(scopes, 3),
+        "thresholds": i64(scopes),
+        "widths": i32(scopes),
+        "ranks": i64(scopes),
+        "aims": i64(scopes),
+        "counts": i32(blocks),
         "staged": torch.empty((blocks, STAGE), dtype=torch.int16),
         "offsets": i64(blocks + 1),
         "keys": i64(sizes.capacity, device=sizes.device),
-        "winners": i32(2, pages),
-        "states": i64(DIGITS, len(segments.scope_numels), 2),
-        "histograms": i32(DIGITS, len(segments.scope_numels), BINS),
+        "bounds": i64(scopes, 3),
+        "near": i64(sizes.capacity, device=sizes.device),
+        "near_counts": i32(scopes),
+        "histograms": i32(scopes, BINS),
+        "tickets": i32(1 + scopes),
+        "published": i64(blocks),
         # what travels
         "starts": inside(*rows, pages + 1, dtype=torch.int32),
-        "values": inside(*rows, sizes.k, device=sizes.device),
+        "values": inside(*rows, sizes.k, dtype=wire, device=sizes.device),
         "indices": payload_indices if rows else i64(sizes.capacity, device=sizes.device),
         "out_indices": payload_indices,
-        "count": inside(1, dtype=torch.int32),
         "header": inside(words, dtype=torch.int32),
         "headers": inside(sizes.world, words, dtype=torch.int32),
         "sent": torch.empty(segments.numel),
@@ -186,16 +207,23 @@ def arguments(launcher: str, sizes: Sizes, per_tensor: bool = False) -> Override
     }
 
 
+BUILT = {"per_tensor", "half_states", "dtype", "wire"}  # what tensors are built with, not arguments
+
+
 def calls() -> Iterator[tuple[Callable[..., None], Overrides]]:
     """Every launcher with every set of arguments."""
     for name, choices in CASES.items():
         launcher = next(function for module in MODULES if (function := vars(module).get(name)))
-        combinations = list(product(*choices))
+        types = choices[-1] if choices and choices[-1] in (TYPES, ELEMENTS, WIRE) else [{}]
+        others = list(product(*(choices[:-1] if types != [{}] else choices)))
+        ends = [(*others[0], types[0]), (*others[-1], types[-1])]
+        of_types = [(*other, kind) for other in (others[0], others[-1]) for kind in types]
         for sizes in SIZES.values():
-            chosen = combinations if sizes is SIZES["odd"] else (combinations[0], combinations[-1])
-            for combination in chosen:
+            every = [(*other, types[-1]) for other in others] + of_types
+            for combination in every if sizes is SIZES["odd"] else ends:
                 overrides = {key: value for choice in combination for key, value in choice.items()}
-                values = arguments(name, sizes, overrides.pop("per_tensor", False)) | overrides
+                built = {key: overrides.pop(key) for key in BUILT & overrides.keys()}
+                values = arguments(name, sizes, **built) | overrides
                 yield launcher, {parameter: values[parameter] for parameter in inspect.signature(launcher).parameters}
 
 
@@ -212,7 +240,8 @@ class Specialisation:
         """By parameter name, including arguments that are None or 1; of a device function, its name."""
         names = self.source.fn.arg_names
         values = {names[path[0]]: getattr(value, "value", value) for path, value in self.source.constants.items()}
-        return {name: value.fn.__name__ if isinstance(value, JITFunction) else value for name, value in values.items()}
+        values = {name: v.fn.__name__ if isinstance(v, JITFunction) else v for name, v in values.items()}
+        return {name: str(v) if isinstance(v, triton.language.dtype) else v for name, v in values.items()}
 
     @property
     def label(self) -> str:
@@ -224,6 +253,8 @@ class Specialisation:
                 words.append(value.removeprefix("accumulate_"))
             elif value is True:
                 words.append(name.removeprefix("HAS_").lower())
+            elif name in ("ELEMENT", "WIRE"):
+                words.append(str(value))
             elif kind == "constexpr" and not name.isupper() and value is not None:
                 words.append(f"{name}={value}")
             elif kind in ("i32", "i64"):

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from fusedcomp.kernels.compress import STAGE
+from fusedcomp.kernels.digits import BINS
+from fusedcomp.kernels.headers import HEADER_WORDS
+from fusedcomp.kernels.refine import PACK
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 
 POISON = -12345.0
@@ -53,12 +56,12 @@ class Case:
 
 def clone_at(tensor: Tensor) -> Tensor:
     """A copy with the same offset from a 16-byte boundary."""
-    return placed(tensor, tensor.data_ptr() % 16 // 4, tensor.device)
+    return placed(tensor, tensor.data_ptr() % 16 // tensor.itemsize, tensor.device)
 
 
 def placed(tensor: Tensor, shift: int, device: torch.device | str) -> Tensor:
     """A copy that starts ``shift`` elements past a 16-byte boundary."""
-    storage = torch.empty(tensor.numel() + 4, device=device)
+    storage = torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device=device)
     return storage[shift : shift + tensor.numel()].copy_(tensor)
 
 
@@ -70,6 +73,8 @@ def build(
     shift: int = 0,
     missing: tuple[int, ...] = (),
     values: str = "normal",
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
 ) -> Case:
     """``values``: normal, ties (few distinct magnitudes), clustered (one hot block), or nan / inf in one gradient."""
     generator = torch.Generator().manual_seed(sum(numels) + shift)
@@ -96,34 +101,40 @@ def build(
         grads[segment] = None
     return Case(
         segments,
-        [placed(p, shift, device) for p in params],
-        [None if g is None else placed(g, (2 * shift) % 4, device) for g in grads],
-        velocity.to(device),
-        residual.to(device),
+        [placed(p.to(dtype), shift, device) for p in params],
+        [None if g is None else placed(g.to(dtype), (2 * shift) % 4, device) for g in grads],
+        velocity.to(state_dtype).to(device),
+        residual.to(state_dtype).to(device),
         torch.rand(len(numels), generator=generator).add_(0.5).to(device),
         torch.tensor([7], dtype=torch.int32, device=device),
     )
 
 
-def scratch(case: Case, capacity: int, k: int) -> dict[str, Tensor]:
-    """Output buffers, poisoned: what a launcher does not write stays visible."""
+def scratch(case: Case, capacity: int, k: int, wire: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Output buffers, poisoned: what a launcher does not write stays visible. Scratch as the launchers expect it."""
     segments, device = case.segments, case.residual.device
+    scopes = len(segments.scope_numels)
 
     def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.full(shape, -7, dtype=dtype, device=device)
 
-    offsets = ints(segments.num_blocks + 1)
-    offsets[0] = 0
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     return {
-        "counts": ints(segments.num_blocks),
+        "counts": ints(segments.num_blocks, dtype=torch.int32),
         "staged": ints(segments.num_blocks, STAGE, dtype=torch.int16),
         "partials": torch.full((segments.num_blocks, 2), POISON, device=device),
         "flag": torch.zeros(1, dtype=torch.int32, device=device),
-        "offsets": offsets,
+        "offsets": ints(segments.num_blocks + 1),
         "keys": ints(capacity),
         "indices": ints(capacity),
-        "winners": ints(2, segments.num_pages, dtype=torch.int32),
+        "histograms": zeros(scopes, BINS, dtype=torch.int32),
+        "tickets": zeros(1 + scopes, dtype=torch.int32),
+        "scanned": zeros(segments.num_pages, dtype=torch.int64),
+        "packed": zeros(-(-capacity // PACK), dtype=torch.int64),
         "starts": ints(segments.num_pages + 1, dtype=torch.int32),
         "out_indices": ints(k, dtype=torch.int16),
-        "values": torch.full((k,), POISON, device=device),
+        "values": torch.full((k,), POISON, dtype=wire, device=device),
+        "header": ints(HEADER_WORDS + -(-len(segments.numels) // 32), dtype=torch.int32),
     }

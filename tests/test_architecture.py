@@ -101,6 +101,8 @@ def test_every_launcher_has_a_twin_of_the_same_signature(name):
     fast = importlib.import_module(f"fusedcomp.kernels.{name}")
     slow = importlib.import_module(f"fusedcomp.kernels.reference.{name}")
     twins, device = signatures(slow), device_functions(fast)
-    assert signatures(fast) == {name: twin for name, twin in twins.items() if name not in device}
+    launchers = signatures(fast)
+    assert launchers == {name: twin for name, twin in twins.items() if name in launchers}
     # A device function needs no twin; one that has it takes the same arguments, though only the twin can type them.
-    assert all([*twins[name].parameters] == device[name] for name in twins.keys() & device.keys())
+    same = {name: [argument.lower() for argument in device[name]] for name in twins.keys() & device.keys()}
+    assert same == {name: [*twins[name].parameters] for name in same}

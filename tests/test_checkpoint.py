@@ -100,7 +100,8 @@ def test_plain_data_only() -> None:
     optimizer = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01))
     group = through_a_file(optimizer.state_dict())["param_groups"][0]
     assert group["compressor"] == {
-        "name": "TopK", "density": 0.01, "warmup_steps": 0, "selection": "exact", "scope": "bucket"
+        "name": "TopK", "density": 0.01, "warmup_steps": 0, "selection": "exact", "scope": "bucket",
+        "wire_dtype": "torch.float32",
     }  # fmt: skip
     assert group["fusedcomp"] == {"version": 1, "rank": 0, "world_size": 1, "step": 0}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import BLOCK, Operands
 from kernel_cases import POISON, SIZES, Case, build, scratch
 
@@ -14,28 +15,39 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 SUM = {"rtol": 1e-5, "atol": 1e-6}  # sums of squares: another order of additions
 
-NAMES = ("compress", "refine", "apply", "norms", "dense", "headers")
+NAMES = ("sample", "compress", "refine", "apply", "norms", "dense", "headers")
 KERNELS = {name: importlib.import_module(f"fusedcomp.kernels.{name}") for name in NAMES}
 TWINS = {name: importlib.import_module(f"fusedcomp.kernels.reference.{name}") for name in NAMES}
 Modules = dict[str, ModuleType]
 
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {"accumulate": "momentum", "grad_scale": 1.0, "weight_decay": 1e-2, "momentum": 0.9}
 
 
-def i64(*values: int) -> Tensor:
+def i64(*values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-def radix(scopes: int) -> tuple[Tensor, Tensor]:
-    """Scratch of the selection, poisoned."""
-    refine = KERNELS["refine"]
-    states = torch.full((refine.DIGITS, scopes, 2), -7, dtype=torch.int64, device=DEVICE)
-    return states, torch.full((refine.DIGITS, scopes, refine.BINS), -7, dtype=torch.int32, device=DEVICE)
+def i32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def sample_table(case: Case, most: int = 300) -> Tensor:
-    rows = [(s, i) for s, n in enumerate(case.segments.numels) for i in range(0, n, -(-n // most))]
-    return torch.tensor(rows, dtype=torch.int64, device=DEVICE)
+def sample_table(case: Case, most: int = 300) -> tuple[Tensor, Tensor, list[int]]:
+    """Samples, program groups, and how many samples every scope has."""
+    rows, groups, in_scope = [], [], []
+    for scope in range(len(case.segments.scope_numels)):
+        mine = [
+            (s, i)
+            for s, n in enumerate(case.segments.numels)
+            if case.segments.scope_of(s) == scope
+            for i in range(0, n, -(-n // most))
+        ]
+        in_scope.append(len(mine))
+        mine += [(-1, 0)] * (-len(mine) % SAMPLES)
+        first, last = len(rows) // SAMPLES, (len(rows) + len(mine)) // SAMPLES
+        groups += [(scope, first, last)] * (last - first)
+        rows += mine
+    return i64(*rows), torch.tensor(groups, dtype=torch.int32, device=DEVICE), in_scope
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -50,44 +62,50 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) -> dict[str, Tensor]:
-    """sample -> select -> compress -> gather -> select -> pack, everything written comes back."""
+    """sample -> compress -> gather -> select -> pack, everything written comes back."""
     options = STEP | step
     segments, operands = case.segments, case.operands()
     velocity = case.velocity if options["accumulate"] in ("momentum", "nesterov") else None
     trust = case.trust if options.pop("with_trust", True) else None
-    masking = options.pop("masking", True)
-    ranks = [max(1, round(n * fraction)) for n in segments.scope_numels]
-    capacity = options.pop("capacity", segments.numel)
-    out = scratch(case, capacity, sum(ranks))
-    table = sample_table(case)
-    out["sample_keys"] = torch.full((len(table),), -7, dtype=torch.int64, device=DEVICE)
-    modules["compress"].sample(
-        segments, operands, table, velocity, case.residual, trust, case.seed, out["sample_keys"], **options
-    )
-    in_scope = [sum(1 for s in table[:, 0].tolist() if segments.scope_of(s) == c) for c in range(len(ranks))]
-    bounds = i64(0, *torch.tensor(in_scope).cumsum(0).tolist())
-    thresholds = i64(*[-7] * len(ranks))
+    masking, wire = options.pop("masking", True), options.pop("wire", torch.float32)
+    ks = [max(1, round(n * fraction)) for n in segments.scope_numels]
+    capacity, ranks = options.pop("capacity", segments.numel), i64(*ks)
+    out = scratch(case, capacity, sum(ks), wire)
+    shared = out["histograms"], out["tickets"]
+    samples, groups, in_scope = sample_table(case)
     sample_ranks = i64(*[min(n, max(1, round(2 * fraction * n) + 3)) for n in in_scope])
-    scopes = torch.arange(len(ranks) + 1, device=DEVICE)
-    modules["refine"].select_threshold(out["sample_keys"], bounds, scopes, sample_ranks, thresholds)
+    out["sample_keys"] = torch.full((len(samples),), -7, dtype=torch.int64, device=DEVICE)
+    thresholds, widths = i64(*[-7] * len(ks)), torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
+    modules["sample"].sample_threshold(
+        segments, operands, samples, groups, sample_ranks, (sample_ranks // 3).clamp(min=1), velocity, case.residual,
+        trust, case.seed, out["sample_keys"], *shared, thresholds, widths, **options,
+    )  # fmt: skip
     out["sampled_thresholds"] = thresholds.clone()
     modules["compress"].compress(
         segments, operands, velocity, case.residual, thresholds, trust, case.seed, velocity, case.residual,
         out["counts"], out["staged"], out["partials"], out["flag"], **options,
     )  # fmt: skip
+    out["flag_of_the_pass"] = out["flag"].clone()
     out["residual_before_pack"] = case.residual.clone()
     modules["refine"].gather_candidates(
-        segments, out["counts"], out["staged"], case.residual, thresholds, case.seed, out["offsets"],
-        out["keys"], out["indices"],
+        segments, out["counts"], out["staged"], case.residual, thresholds, case.seed, out["scanned"],
+        out["tickets"], out["offsets"], out["keys"], out["indices"],
     )  # fmt: skip
+    bounds, near = i64(*[(-7, -7, -7)] * len(ks)), torch.full_like(out["keys"], -7)
+    near_counts = torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
     modules["refine"].select_candidates(
-        segments, out["keys"], out["offsets"], i64(*ranks), *radix(len(ranks)), thresholds
-    )
-    modules["refine"].pack_payload(
-        segments, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
-        case.residual, out["winners"], out["starts"], out["out_indices"], out["values"],
+        segments, out["keys"], out["offsets"], ranks, widths, out["histograms"], bounds, near, near_counts,
+        out["tickets"], thresholds,
     )  # fmt: skip
-    return out | {"thresholds": thresholds, "velocity": case.velocity, "residual": case.residual}
+    assert not near_counts.any()
+    modules["refine"].pack_payload(
+        segments, operands, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
+        case.residual, out["flag"], case.seed, out["packed"], out["tickets"],
+        out["starts"], out["out_indices"], out["values"], out["header"],
+    )  # fmt: skip
+    for name in ("scanned", "packed"):  # left behind by the kernels alone
+        del out[name]
+    return out | {"thresholds": thresholds, "velocity": case.velocity, "residual": case.residual, "seed": case.seed}
 
 
 def both(case: Case, fraction: float, **step: object) -> dict[str, Tensor]:
@@ -113,6 +131,55 @@ def test_whole_pass_over_memories(accumulate: str, weight_decay: float) -> None:
     both(case, 0.05, accumulate=accumulate, weight_decay=weight_decay, with_trust=weight_decay > 0, grad_scale=-1.0)
 
 
+@pytest.mark.parametrize("wire", TYPES)
+@pytest.mark.parametrize("state_dtype", TYPES[:2])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_whole_pass_over_types(dtype: torch.dtype, state_dtype: torch.dtype, wire: torch.dtype) -> None:
+    """And nothing is lost in any of them: what was sent and what is kept add up to what was there, bit for bit."""
+    if (state_dtype, wire) == (torch.bfloat16, torch.float16):
+        pytest.skip("refused at construction")
+    per_tensor = dtype == torch.float16
+    case = build((3, 2048, 5000, 2049), device=DEVICE, per_tensor=per_tensor, dtype=dtype, state_dtype=state_dtype)
+    out = both(case, 0.02, with_trust=False, wire=wire)
+    sent = torch.zeros_like(out["residual"], dtype=torch.float32)
+    sent[out["out_indices"][: int(out["starts"][-1])].long() & 0xFFFF] = out["values"].float()
+    assert torch.equal(out["residual"].float() + sent, out["residual_before_pack"].float())
+
+
+@pytest.mark.parametrize("wire", TYPES[1:])
+def test_large_values_stay_finite_on_the_wire(wire: torch.dtype) -> None:
+    """The largest value the type holds is sent, the rest waits in the residual; inf and NaN are what they are."""
+    case = build((4096,), device=DEVICE)
+    case.grads[0].zero_(), case.velocity.zero_(), case.residual.zero_()
+    special = torch.tensor([1e5, -1e30, 3.4e38, -3.4e38, float("inf"), float("nan"), 65504.0, 1e-30], device=DEVICE)
+    case.residual[: len(special)] = special
+    out = both(case, len(special) / 4096, wire=wire, accumulate="residual", weight_decay=0.0, with_trust=False)
+    sent, largest = out["values"].float(), torch.finfo(wire).max
+    index = out["out_indices"].long()
+    assert sent[index < 4].abs().max() <= largest
+    assert sent[index == 4].item() == float("inf")
+    assert sent[index == 5].isnan()
+    kept = out["residual"][:4]
+    torch.testing.assert_close(sent[index < 4] + kept, special[:4], rtol=1e-7, atol=0.0)
+    assert not out["residual"][4:6].any()
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    """bf16 states: over many steps a value between two representable ones is on average itself."""
+    value, steps = 1.0 + 0.3 * 2**-7, 64
+    mean = torch.zeros(2048, dtype=torch.float64, device=DEVICE)
+    for step in range(steps):
+        case = build((2048,), device=DEVICE, state_dtype=torch.bfloat16)
+        case.residual.zero_(), case.velocity.zero_(), case.seed.fill_(step)
+        case.grads[0].fill_(value)
+        out = whole_pass(TWINS, case, 1e-9, accumulate="residual", weight_decay=0.0, with_trust=False)
+        assert set(out["residual_before_pack"].tolist()) <= {1.0, 1.0 + 2**-7}
+        mean += out["residual_before_pack"].double() / steps
+    deviation = (0.3 * 0.7) ** 0.5 * 2**-7
+    assert abs(mean.mean().item() - value) < 5 * deviation / (2048 * steps) ** 0.5
+    assert (mean - value).abs().max().item() < 6 * deviation / steps**0.5
+
+
 @pytest.mark.parametrize("shift", [1, 2, 3])
 def test_unaligned_addresses(shift: int) -> None:
     """Gradients of concatenated parameters are views 4, 8 or 12 bytes past a 16-byte boundary."""
@@ -127,7 +194,7 @@ def test_unusual_values(values: str, per_tensor: bool) -> None:
     """Ties; hundreds of winners in one block (its staging row overflows); a broken gradient sets the flag."""
     case = build((4096, 3000, 6144), device=DEVICE, per_tensor=per_tensor, values=values)
     out = both(case, 0.1)
-    assert int(out["flag"]) == (values in ("nan", "inf"))
+    assert int(out["flag_of_the_pass"]) == (values in ("nan", "inf")) == int(out["header"][2])
     if values == "clustered" and not per_tensor:
         assert int(out["counts"][0]) > out["staged"].shape[1], "this case is to overflow a staging row"
 
@@ -180,16 +247,17 @@ def test_separate_output_states() -> None:
     same(*results)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shift", [0, 2])
-def test_dense_step_of_a_compressed_bucket(shift: int) -> None:
-    case, results = build((3001, 2048, 5000), device=DEVICE, shift=shift, missing=(1,)), []
+def test_dense_step_of_a_compressed_bucket(shift: int, state_dtype: torch.dtype) -> None:
+    case, results = build((3001, 2048, 5000), device=DEVICE, shift=shift, missing=(1,), state_dtype=state_dtype), []
     for modules in (KERNELS, TWINS):
         mine = case.copy()
         sent = torch.full((case.segments.numel,), POISON, device=DEVICE)
         out = scratch(mine, 1, 1)
         modules["compress"].compress_all(
-            mine.segments, mine.operands(), mine.velocity, mine.residual, mine.trust, mine.velocity, mine.residual,
-            sent, out["partials"], out["flag"], **STEP,
+            mine.segments, mine.operands(), mine.velocity, mine.residual, mine.trust, mine.seed, mine.velocity,
+            mine.residual, sent, out["partials"], out["flag"], **STEP,
         )  # fmt: skip
         results.append(
             {"sent": sent, "velocity": mine.velocity, "residual": mine.residual, "partials": out["partials"]}
@@ -198,13 +266,14 @@ def test_dense_step_of_a_compressed_bucket(shift: int) -> None:
     assert not results[0]["residual"][: 2 * BLOCK].any()
 
 
-def test_settle_only_touches_segments_present_elsewhere() -> None:
-    case, results = build((3000, 2048, 5000), device=DEVICE, missing=(0, 1)), []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_settle_only_touches_segments_present_elsewhere(dtype: torch.dtype) -> None:
+    case, results = build((3000, 2048, 5000), device=DEVICE, missing=(0, 1), dtype=dtype, state_dtype=dtype), []
     present = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
     for modules in (KERNELS, TWINS):
         mine = case.copy()
         modules["compress"].settle(
-            mine.segments, mine.operands(), present, mine.trust, mine.velocity, mine.residual,
+            mine.segments, mine.operands(), present, mine.trust, mine.seed, mine.velocity, mine.residual,
             accumulate="nesterov", weight_decay=0.1, momentum=0.9,
         )  # fmt: skip
         results.append({"velocity": mine.velocity, "residual": mine.residual})
@@ -213,20 +282,29 @@ def test_settle_only_touches_segments_present_elsewhere() -> None:
     assert changed == [True, False, False]
 
 
+@pytest.mark.parametrize("wire", TYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("world", [1, 3])
-def test_apply(world: int) -> None:
-    """Against the twin, and the twin against a float64 scatter; hostile numbers do no harm."""
-    case = build((70001, 3000, 2049), device=DEVICE)
+def test_apply(world: int, dtype: torch.dtype, wire: torch.dtype) -> None:
+    """Against the twin, and the twin against a float64 scatter, rounded once."""
+    case = build((70001, 3000, 2049), device=DEVICE, dtype=dtype)
     cases = [build((70001, 3000, 2049), device=DEVICE, shift=rank) for rank in range(world)]
-    packed = [whole_pass(TWINS, mine.copy(), 0.02) for mine in cases]
-    starts, indices, values = (torch.stack([p[k] for p in packed]) for k in ("starts", "out_indices", "values"))
+    packed = [whole_pass(TWINS, mine.copy(), 0.02, wire=wire) for mine in cases]
+    sums = None if dtype == torch.float32 else torch.zeros(case.segments.padded_numel, device=DEVICE)
+    names = ("starts", "out_indices", "values", "header")
+    starts, indices, values, headers = (torch.stack([p[k] for p in packed]) for k in names)
     lr = torch.tensor([0.1], device=DEVICE)
     results = []
     for modules in (KERNELS, TWINS):
         mine = case.copy()
+        status, present = i32(0, 0), i32(-7, -7, -7)
         modules["apply"].apply_payloads(
-            mine.segments, mine.operands(), starts, indices, values, lr, inverse_world=1.0 / world
-        )
+            mine.segments, mine.operands(), starts, indices, values, lr, headers, status, present, sums,
+            inverse_world=1.0 / world,
+        )  # fmt: skip
+        assert sums is None or not sums.any()
+        assert present.tolist() == [1, 1, 1]
+        assert status.tolist() == [0, 0]
         results.append({f"param{i}": p for i, p in enumerate(mine.params)})
     same(*results)
     update = torch.zeros(case.segments.padded_numel, dtype=torch.float64, device=DEVICE)
@@ -236,7 +314,12 @@ def test_apply(world: int) -> None:
             update.index_add_(0, page * 65536 + (indices[rank, at].long() & 0xFFFF), values[rank, at].double())
     for i, (param, where) in enumerate(zip(case.params, case.segments.slices, strict=True)):
         expected = param.double() - 0.1 / world * update[where]
-        torch.testing.assert_close(results[0][f"param{i}"].double(), expected, rtol=1e-6, atol=1e-6)
+        if dtype == torch.float32:
+            torch.testing.assert_close(results[0][f"param{i}"].double(), expected, rtol=1e-6, atol=1e-6)
+        else:  # one rounding: the nearest, but where fp32 arithmetic falls on the other side of a tie
+            nearest, got = expected.to(dtype), results[0][f"param{i}"]
+            assert (got == nearest).double().mean() > 0.999
+            torch.testing.assert_close(got, nearest, rtol=torch.finfo(dtype).eps, atol=0.0)
 
 
 def test_apply_survives_hostile_payloads() -> None:
@@ -252,17 +335,19 @@ def test_apply_survives_hostile_payloads() -> None:
             box[32 : 32 + param.numel()] = param
         mine.params = [box[32:-32] for box in guard]
         modules["apply"].apply_payloads(
-            mine.segments, mine.operands(), starts, indices, values, torch.ones(1, device=DEVICE), inverse_world=0.5
-        )
+            mine.segments, mine.operands(), starts, indices, values, torch.ones(1, device=DEVICE), None,
+            i32(0, 0), i32(0, 0), None, inverse_world=0.5,
+        )  # fmt: skip
         results.append({f"param{i}": p for i, p in enumerate(guard)})
         assert all((box[:32] == POISON).all() and (box[-32:] == POISON).all() for box in guard)
     same(*results)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_dense_pack_and_update(momentum: float, nesterov: bool) -> None:
-    case, results = build((5, 2048, 3001, 1), device=DEVICE, missing=(2,)), []
+def test_dense_pack_and_update(momentum: float, nesterov: bool, dtype: torch.dtype) -> None:
+    case, results = build((5, 2048, 3001, 1), device=DEVICE, missing=(2,), dtype=dtype), []
     lr = torch.tensor([0.1], device=DEVICE)
     for modules in (KERNELS, TWINS):
         mine = case.copy()
@@ -281,34 +366,47 @@ def test_dense_pack_and_update(momentum: float, nesterov: bool) -> None:
     assert torch.equal(results[0]["p2"], case.params[2])  # absent everywhere: skipped
 
 
-def test_norms_and_trust() -> None:
-    case, results = build((1, 2048, 10243, 70001), device=DEVICE, missing=(1,)), []
-    known = torch.tensor([0.0, 0.0, 3.0, 0.0], device=DEVICE)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms_and_trust(dtype: torch.dtype) -> None:
+    """A segment without a positive gradient norm takes the norms of its operands; the others what is known."""
+    case = build((1, 2048, 10243, 70001), device=DEVICE, missing=(1,), dtype=dtype)
+    known = torch.tensor([[0.0, 0.0, 4.0, 0.0], [0.0, 7.0, 9.0, 0.0]], device=DEVICE)
+    results = []
     for modules in (KERNELS, TWINS):
-        partials = torch.zeros(case.segments.num_blocks, 2, device=DEVICE)
-        norms, trust = torch.full((2, 4), POISON, device=DEVICE), torch.full((4,), POISON, device=DEVICE)
-        modules["norms"].block_norms(case.segments, case.operands(), known, partials)
-        modules["norms"].reduce_norms(case.segments, partials, norms)
-        modules["norms"].trust_ratios(norms, None, trust, coefficient=0.01, weight_decay=0.1, eps=1e-8)
-        results.append((norms, trust))
-    for fast, twin in zip(*results, strict=True):
-        torch.testing.assert_close(fast, twin, **SUM)
-    norms, trust = results[0]
+        trust = torch.full((4,), POISON, device=DEVICE)
+        modules["norms"].trust_ratios(
+            case.segments, case.operands(), known, trust, coefficient=0.01, weight_decay=0.1, eps=1e-8, fallback=True
+        )
+        results.append(trust)
+    torch.testing.assert_close(*results, **SUM)
     for segment in (0, 3):
         g, w = case.grads[segment].double(), case.params[segment].double()
         expected = 0.01 * w.norm() / (g.norm() + 0.1 * w.norm() + 1e-8)
-        torch.testing.assert_close(trust[segment].double(), expected, rtol=1e-5, atol=0.0)
-    assert trust[1] == 1.0  # no gradient: a norm of 0
-    assert not norms[:, 2].any()  # known: not read
+        torch.testing.assert_close(results[0][segment].double(), expected, rtol=1e-5, atol=0.0)
+    assert results[0][1] == 1.0  # no gradient: a norm of 0
+    assert float(results[0][2]) == pytest.approx(0.01 * 3.0 / (2.0 + 0.3), rel=1e-6)
 
 
-def test_trust_falls_back_where_no_norm_is_known() -> None:
-    norms = torch.tensor([[0.0, 4.0, 4.0], [0.0, 9.0, 0.0]], device=DEVICE)
-    fallback = torch.tensor([[1.0, 100.0, 1.0], [16.0, 100.0, 1.0]], device=DEVICE)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms_of_blocks(dtype: torch.dtype) -> None:
+    """Of fp32 gradients (sums over ranks) and parameters of any type, against float64."""
+    case, results = build((1, 2048, 10243), device=DEVICE, dtype=dtype), []
+    summed = Operands(case.params)
+    summed.update([g.float() for g in case.grads])
     for modules in (KERNELS, TWINS):
-        trust = torch.full((3,), POISON, device=DEVICE)
-        modules["norms"].trust_ratios(norms, fallback, trust, coefficient=1.0, weight_decay=0.0, eps=0.0)
-        assert trust.tolist() == [4.0, 1.5, 1.0]
+        partials = torch.full((case.segments.num_blocks, 2), POISON, device=DEVICE)
+        norms, trust = torch.full((2, 3), POISON, device=DEVICE), torch.full((3,), POISON, device=DEVICE)
+        modules["norms"].block_norms(case.segments, summed, partials)
+        modules["norms"].reduce_norms(case.segments, partials, norms)
+        modules["norms"].trust_ratios(
+            case.segments, summed, norms, trust, coefficient=1.0, weight_decay=0.0, eps=0.0, fallback=False
+        )
+        results.append((norms, trust))
+    for fast, twin in zip(*results, strict=True):
+        torch.testing.assert_close(fast, twin, **SUM)
+    for segment in range(3):
+        square = [t[segment].double().square().sum() for t in (case.grads, case.params)]
+        torch.testing.assert_close(results[0][0][:, segment].double(), torch.stack(square), rtol=1e-5, atol=0.0)
 
 
 def test_commit_norms_keeps_the_last_usable_ones() -> None:
@@ -328,34 +426,37 @@ def test_commit_norms_keeps_the_last_usable_ones() -> None:
 @pytest.mark.parametrize("segments", [1, 31, 32, 33, 70])
 @pytest.mark.parametrize("failed", [False, True])
 def test_headers_and_trailers(segments: int, failed: bool) -> None:
-    params = [torch.zeros(1, device=DEVICE) for _ in range(segments)]
-    grads = [
-        [torch.zeros(1, device=DEVICE) if (i * 7 + r) % 3 == 0 else None for i in range(segments)] for r in range(2)
-    ]
+    """What ranks wrote comes back together: who had gradients, who was not finite, who failed."""
+    grads = [[torch.ones(1) if (i * 7 + r) % 3 == 0 else None for i in range(segments)] for r in range(2)]
     expected = [int(any(grads[r][i] is not None for r in range(2))) for i in range(segments)]
     for modules in (KERNELS, TWINS):
-        headers = torch.full((2, 4 + -(-segments // 32)), -7, dtype=torch.int32, device=DEVICE)
-        trailers = torch.full((2, segments + 2), POISON, device=DEVICE)
+        headers, trailers = [], []
         for rank in range(2):
-            operands = Operands(params)
-            operands.update(grads[rank])
-            seed = torch.tensor([41], dtype=torch.int32, device=DEVICE)
-            for write, out in (("write_header", headers[rank]), ("write_trailer", trailers[rank])):
-                flag = torch.tensor([rank], dtype=torch.int32, device=DEVICE)
-                extra = (
-                    (torch.tensor([99], dtype=torch.int32, device=DEVICE), flag, seed)
-                    if write == "write_header"
-                    else (flag,)
-                )
-                getattr(modules["headers"], write)(operands, *extra, out, failed=failed and rank == 1)
-                assert int(flag) == 0
-            assert int(seed) == 42
-        assert headers[:, :4].tolist() == [[1, 99, 0, 41], [1, 99, 1 + 2 * failed, 41]]
-        for read, source in (("read_headers", headers), ("read_trailer", trailers.sum(0))):
+            missing = tuple(i for i in range(segments) if grads[rank][i] is None)
+            case = build((1,) * segments, device=DEVICE, missing=missing)
+            case.seed.fill_(41)
+            if rank == 0:
+                case.grads[0].fill_(float("nan"))
+            out = whole_pass(modules, case, 1.0, capacity=segments)
+            headers.append(out["header"])
+            assert int(case.seed) == 42
+            assert int(out["flag"]) == 0
+            flag = torch.tensor([1 - rank], dtype=torch.int32, device=DEVICE)
+            trailers.append(torch.full((segments + 2,), POISON, device=DEVICE))
+            modules["headers"].write_trailer(case.operands(), flag, trailers[rank], failed=failed and rank == 1)
+            assert int(flag) == 0
+        present = [sum(g is not None for g in grads[rank]) for rank in range(2)]
+        assert [h[:4].tolist() for h in headers] == [[1, present[0], 1, 41], [1, present[1], 0, 41]]
+        if failed:  # a third rank
+            headers.append(torch.zeros_like(headers[0]))
+            modules["headers"].write_failure(case.seed, headers[2])
+            assert headers[2].tolist() == [1, 0, 2, 42] + [0] * (len(headers[2]) - 4)
+            assert int(case.seed) == 43
+        for read, source in (("read_headers", torch.stack(headers)), ("read_trailer", sum(trailers))):
             status = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-            present = torch.full((segments,), -7, dtype=torch.int32, device=DEVICE)
-            getattr(modules["headers"], read)(source, status, present)
-            assert present.tolist() == expected
+            found = torch.full((segments,), -7, dtype=torch.int32, device=DEVICE)
+            getattr(modules["headers"], read)(source, status, found)
+            assert found.tolist() == expected
             assert status.tolist() == [1, int(failed)]
 
 

@@ -7,8 +7,9 @@ from torch import nn
 
 import fusedcomp
 from fusedcomp import MomentumCorrection, Residual, TopK
-from fusedcomp.kernels.reference.accumulate import ACCUMULATE, mix32
+from fusedcomp.kernels.reference.accumulate import ACCUMULATE
 from fusedcomp.kernels.reference.apply import apply_payloads
+from fusedcomp.kernels.reference.keys import mix32
 from fusedcomp.kernels.reference.norms import trust_ratios
 from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.pipeline import SparseExchange
@@ -17,6 +18,7 @@ from fusedcomp.wire import PayloadLayout, dense_is_cheaper
 shapes = st.tuples(st.integers(1, 70), st.integers(1, 70))
 seeds = st.integers(0, 2**31)
 scopes = st.sampled_from(["bucket", "tensor"])
+wires = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def stepper(shape, density, memory, momentum, lr=1.0, **more):
@@ -36,8 +38,9 @@ def sent_by(exchange: SparseExchange) -> torch.Tensor:
     operands = Operands([dense])
     segments = Segments.build([len(dense)], dense.device)
     apply_payloads(
-        segments, operands, payload.starts, payload.indices, payload.values, torch.tensor([-1.0]), inverse_world=1.0
-    )
+        segments, operands, payload.starts, payload.indices, payload.values, torch.tensor([-1.0]), None,
+        exchange.status, exchange.present, None, inverse_world=1.0,
+    )  # fmt: skip
     return dense
 
 
@@ -115,12 +118,12 @@ def test_topk_is_a_contraction(density, seed) -> None:
     assert float(kept.abs().max()) <= float(sent[sent != 0].abs().min())
 
 
-@given(segments=st.integers(1, 200), pages=st.integers(1, 50), k=st.integers(1, 5000), norms=st.booleans())
-def test_payload_layout(segments, pages, k, norms) -> None:
+@given(segments=st.integers(1, 200), pages=st.integers(1, 50), k=st.integers(1, 5000), norms=st.booleans(), wire=wires)
+def test_payload_layout(segments, pages, k, norms, wire) -> None:
     """Fields do not overlap, are in order, and add up to the bytes sent."""
-    layout = PayloadLayout(segments, pages, k, norms)
+    layout = PayloadLayout(segments, pages, k, norms, wire)
     assert layout.nbytes % 16 == 0
-    needed = 4 * (4 + -(-segments // 32)) + (8 * segments if norms else 0) + 4 * (pages + 1) + 6 * k
+    needed = 4 * (4 + -(-segments // 32)) + (8 * segments if norms else 0) + 4 * (pages + 1) + (2 + wire.itemsize) * k
     assert needed <= layout.nbytes < needed + 16
     buffer = torch.zeros(2, layout.nbytes, dtype=torch.uint8)
     payload = layout.views(buffer)
@@ -157,7 +160,8 @@ def test_trust_ratio_scaling(scale, seed) -> None:
     for c in (1.0, scale):
         trust = torch.zeros(3)
         norms = torch.stack([g2 / c**2, w2 * c**2])
-        trust_ratios(norms, None, trust, coefficient=0.01, weight_decay=0.0, eps=0.0)
+        segments, operands = Segments.build([1] * 3, trust.device), Operands([torch.zeros(1)] * 3)
+        trust_ratios(segments, operands, norms, trust, coefficient=0.01, weight_decay=0.0, eps=0.0, fallback=False)
         ratios.append(trust)
     torch.testing.assert_close(ratios[1], ratios[0] * scale**2, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(ratios[0] * g2.sqrt(), 0.01 * w2.sqrt(), rtol=1e-5, atol=0.0)

@@ -20,16 +20,12 @@ SPIKE, SHRINK, RESUME = 400, 600, 800
 
 def watch(exchange: SparseExchange, records: list[tuple[int, int, int, bool]]) -> None:
     """Note for every step: k, entries sent, candidates, and whether what was sent are torch.topk's k largest."""
-    refine = exchange.ops.refine
-    gather, pack = refine.gather_candidates, refine.pack_payload
+    refine, pack = exchange.ops.refine, exchange.ops.refine.pack_payload
 
-    def pack_and_compare(
-        segments, keys, indices, offsets, thresholds, velocity, residual, winners, starts, out, values
-    ):
-        if winners is not exchange.winners:
-            return pack(segments, keys, indices, offsets, thresholds, velocity, residual, winners, starts, out, values)
+    def pack_and_compare(*args):
+        segments, offsets, residual, (starts, out, values) = args[0], args[4], args[7], args[-4:-1]
         before = residual.clone()
-        pack(segments, keys, indices, offsets, thresholds, velocity, residual, winners, starts, out, values)
+        pack(*args)
         count = int(starts[-1])
         page = torch.arange(segments.num_pages).repeat_interleave((starts[1:] - starts[:-1]).long())
         index = page * 65536 + (out[:count].long() & 0xFFFF)
@@ -43,12 +39,10 @@ def watch(exchange: SparseExchange, records: list[tuple[int, int, int, bool]]) -
             and torch.equal(before.index_put((index,), torch.zeros(count)), residual)
         )
         records.append((len(values), count, int(offsets[-1]), same))
-        return None
 
     exchange.ops = type(exchange.ops)(**vars(exchange.ops))
     exchange.ops.refine = type(exchange.ops)(
-        gather_candidates=gather,
-        select_threshold=refine.select_threshold,
+        gather_candidates=refine.gather_candidates,
         select_candidates=refine.select_candidates,
         pack_payload=pack_and_compare,
     )

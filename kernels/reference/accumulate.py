@@ -1,6 +1,5 @@
 """How memory accumulates, in plain torch: every operation rounds once, as in the kernels."""
 
-import torch
 from torch import Tensor
 
 
@@ -28,24 +27,3 @@ ACCUMULATE = {
     "momentum": accumulate_momentum,
     "nesterov": accumulate_nesterov,
 }
-
-
-def mix32(x: Tensor) -> Tensor:
-    """The bijection of 32 bits of the kernels, on non-negative int64 values."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & 0xFFFFFFFF
-    x = x ^ (x >> 15)
-    x = (x * 0x2C1B3C6D) & 0xFFFFFFFF
-    return x ^ (x >> 12)
-
-
-def tie_hash(index: Tensor, seed: Tensor) -> Tensor:
-    return mix32((index & 0xFFFFFFFF) ^ mix32(seed.to(torch.int64) & 0xFFFFFFFF))
-
-
-def magnitude_bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.int32) & 0x7FFFFFFF
-
-
-def selection_key(values: Tensor, index: Tensor, seed: Tensor) -> Tensor:
-    return (magnitude_bits(values).to(torch.int64) << 32) | tie_hash(index, seed)

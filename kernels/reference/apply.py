@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fusedcomp.kernels.reference.headers import read_headers
 from fusedcomp.kernels.segments import PAGE, Operands, Segments, memory_order
 
 
@@ -13,10 +14,18 @@ def apply_payloads(
     indices: Tensor,
     values: Tensor,
     lr: Tensor,
+    headers: Tensor | None,
+    status: Tensor,
+    present: Tensor,
+    sums: Tensor | None,
     *,
     inverse_world: float,
 ) -> None:
+    if headers is not None:
+        read_headers(headers, status, present)
     scale = lr * inverse_world
+    flats = [memory_order(param) for param in operands.params]
+    totals = [torch.zeros_like(flat, dtype=torch.float32) for flat in flats]
     pages = torch.arange(segments.num_pages, device=values.device)
     for rank in range(values.shape[0]):
         begin, end = starts[rank, :-1].clamp(0, values.shape[1]), starts[rank, 1:].clamp(0, values.shape[1])
@@ -25,7 +34,13 @@ def apply_payloads(
         first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         at = begin.repeat_interleave(lengths) + torch.arange(page.numel(), device=values.device) - first
         index = page * PAGE + (indices[rank, at].long() & 0xFFFF)
-        for where, param in zip(segments.slices, operands.params, strict=True):
+        for where, flat, total in zip(segments.slices, flats, totals, strict=True):
             mine = (index >= where.start) & (index < where.stop)
-            flat, offset = memory_order(param), index[mine] - where.start
-            flat[offset] = flat[offset] - scale * values[rank, at[mine]]
+            offset, value = index[mine] - where.start, values[rank, at[mine]].float()
+            if operands.dtype == torch.float32:
+                flat[offset] = flat[offset] - scale * value
+            else:
+                total[offset] = total[offset] + value
+    if operands.dtype != torch.float32:
+        for flat, total in zip(flats, totals, strict=True):
+            flat.copy_(flat.float() - scale * total)

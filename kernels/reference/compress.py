@@ -4,19 +4,19 @@ import torch
 from torch import Tensor
 
 from fusedcomp.kernels.compress import STAGE
-from fusedcomp.kernels.reference.accumulate import ACCUMULATE, magnitude_bits, mix32, selection_key
+from fusedcomp.kernels.reference.accumulate import ACCUMULATE
+from fusedcomp.kernels.reference.elements import INFINITE, rounding_noise, stochastic
+from fusedcomp.kernels.reference.keys import magnitude_bits, selection_key
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments, memory_order
 
-NOT_FINITE = 0x7F800000
 
-
-def _prepared(
+def prepared(
     grad: Tensor, param: Tensor, trust: Tensor | None, segment: int, grad_scale: float, weight_decay: float
 ) -> Tensor:
-    """Gradient -> what memory accumulates."""
-    grad = grad * grad_scale
+    """Gradient -> what memory accumulates, in fp32."""
+    grad = grad.float() * grad_scale
     if weight_decay != 0.0:
-        grad = grad + param * weight_decay
+        grad = grad + param.float() * weight_decay
     return grad if trust is None else trust[segment] * grad
 
 
@@ -25,35 +25,6 @@ def _sum_squares(values: Tensor, out: Tensor) -> None:
     squares = torch.zeros(out.numel() * BLOCK, device=values.device)
     squares[: values.numel()] = values * values
     torch.sum(squares.view(-1, BLOCK), 1, out=out)
-
-
-def sample(
-    segments: Segments,
-    operands: Operands,
-    sample_table: Tensor,
-    velocity: Tensor | None,
-    residual: Tensor,
-    trust: Tensor | None,
-    seed: Tensor,
-    keys: Tensor,
-    *,
-    accumulate: str,
-    grad_scale: float,
-    weight_decay: float,
-    momentum: float,
-) -> None:
-    turn = mix32(seed.to(torch.int64) & 0xFFFFFFFF)
-    for segment, (grad, param) in enumerate(zip(operands.grads, operands.params, strict=True)):
-        mine = sample_table[:, 0] == segment
-        if grad is None:
-            keys[mine] = -1
-            continue
-        offset = (sample_table[mine, 1] + turn) % segments.numels[segment]
-        index = segments.slices[segment].start + offset
-        g = _prepared(memory_order(grad)[offset], memory_order(param)[offset], trust, segment, grad_scale, weight_decay)
-        old = residual[index]
-        _, new = ACCUMULATE[accumulate](g, old if velocity is None else velocity[index], old, momentum)
-        keys[mine] = selection_key(new, index, seed)
 
 
 def _accumulate_segment(
@@ -70,19 +41,20 @@ def _accumulate_segment(
     weight_decay: float,
     momentum: float,
 ) -> tuple[Tensor | None, Tensor]:
-    """New velocity and residual of one segment; its norms and its flag on the way."""
+    """New velocity and residual of one segment, not rounded; its norms and its flag on the way."""
     grad, where = operands.grads[segment], segments.slices[segment]
-    old_velocity = None if velocity_in is None else velocity_in[where].clone()
-    old_residual = residual_in[where].clone()
+    old_velocity = None if velocity_in is None else velocity_in[where].to(torch.float32, copy=True)
+    old_residual = residual_in[where].to(torch.float32, copy=True)
     param = memory_order(operands.params[segment])
     if partials is not None:
         blocks = slice(where.start // BLOCK, -(-where.stop // BLOCK))
-        _sum_squares(torch.zeros_like(param) if grad is None else memory_order(grad), partials[blocks, 0])
-        _sum_squares(param, partials[blocks, 1])
+        flat = torch.zeros_like(param) if grad is None else memory_order(grad)
+        _sum_squares(flat.float() * grad_scale, partials[blocks, 0])
+        _sum_squares(param.float(), partials[blocks, 1])
     if grad is None:
         return old_velocity, old_residual
-    flag |= (magnitude_bits(memory_order(grad) * grad_scale) >= NOT_FINITE).any().to(torch.int32)
-    g = _prepared(memory_order(grad), param, trust, segment, grad_scale, weight_decay)
+    flag |= (magnitude_bits(memory_order(grad).float() * grad_scale) >= INFINITE).any().to(torch.int32)
+    g = prepared(memory_order(grad), param, trust, segment, grad_scale, weight_decay)
     velocity, residual = ACCUMULATE[accumulate](
         g, old_residual if old_velocity is None else old_velocity, old_residual, momentum
     )
@@ -116,15 +88,18 @@ def compress(
         velocity, residual = _accumulate_segment(
             segments, operands, segment, velocity_in, residual_in, trust, partials, flag, *numbers
         )
+        index = torch.arange(where.start, where.stop, device=residual.device)
+        noise = rounding_noise(index, seed)
         if velocity_out is not None and velocity is not None:
-            velocity_out[where] = velocity
+            velocity_out[where] = stochastic(velocity, noise >> 16, velocity_out.itemsize == 2)
+        residual = stochastic(residual, noise, residual_out.itemsize == 2)
         residual_out[where] = residual
         if operands.grads[segment] is not None:
-            index = torch.arange(where.start, where.stop, device=residual.device)
-            chosen[where] = selection_key(residual, index, seed) >= thresholds[segments.scope_of(segment)]
+            key = selection_key(residual, index, seed, residual_out.itemsize == 2)
+            chosen[where] = key >= thresholds[segments.scope_of(segment)]
     _clear_padding(segments, velocity_out, residual_out)
     rows = chosen.view(-1, BLOCK)
-    torch.sum(rows, 1, out=counts)
+    counts.copy_(rows.sum(1))
     block, offset = rows.nonzero(as_tuple=True)
     position = torch.arange(block.numel(), device=block.device) - (counts.cumsum(0) - counts)[block]
     fits = counts[block] <= STAGE
@@ -137,6 +112,7 @@ def compress_all(
     velocity_in: Tensor | None,
     residual_in: Tensor,
     trust: Tensor | None,
+    seed: Tensor,
     velocity_out: Tensor | None,
     residual_out: Tensor,
     sent: Tensor,
@@ -154,7 +130,8 @@ def compress_all(
             segments, operands, segment, velocity_in, residual_in, trust, partials, flag, *numbers
         )
         if velocity_out is not None and velocity is not None:
-            velocity_out[where] = velocity
+            noise = rounding_noise(torch.arange(where.start, where.stop, device=residual.device), seed)
+            velocity_out[where] = stochastic(velocity, noise >> 16, velocity_out.itemsize == 2)
         present = operands.grads[segment] is not None
         sent[segments.compact_slices[segment]] = residual if present else 0.0
         residual_out[where] = 0.0 if present else residual
@@ -174,6 +151,7 @@ def settle(
     operands: Operands,
     present: Tensor,
     trust: Tensor | None,
+    seed: Tensor,
     velocity: Tensor | None,
     residual: Tensor,
     *,
@@ -185,10 +163,12 @@ def settle(
         if operands.grads[segment] is not None or present[segment] == 0:
             continue
         param = memory_order(operands.params[segment])
-        grad = _prepared(torch.zeros_like(param), param, trust, segment, 1.0, weight_decay)
-        old = residual[where].clone()
-        new_velocity, residual[where] = ACCUMULATE[accumulate](
-            grad, old if velocity is None else velocity[where], old, momentum
+        grad = prepared(torch.zeros_like(param), param, trust, segment, 1.0, weight_decay)
+        old = residual[where].to(torch.float32, copy=True)
+        new_velocity, new_residual = ACCUMULATE[accumulate](
+            grad, old if velocity is None else velocity[where].float(), old, momentum
         )
+        noise = rounding_noise(torch.arange(where.start, where.stop, device=residual.device), seed)
+        residual[where] = stochastic(new_residual, noise, residual.itemsize == 2)
         if velocity is not None:
-            velocity[where] = new_velocity
+            velocity[where] = stochastic(new_velocity, noise >> 16, velocity.itemsize == 2)

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from fusedcomp.kernels.reference.accumulate import magnitude_bits
-from fusedcomp.kernels.reference.compress import NOT_FINITE
+from fusedcomp.kernels.reference.elements import INFINITE
+from fusedcomp.kernels.reference.keys import magnitude_bits
 from fusedcomp.kernels.segments import Operands, Segments, memory_order
 
 
 def pack_dense(segments: Segments, operands: Operands, flat: Tensor, flag: Tensor, *, grad_scale: float) -> None:
     for where, grad in zip(segments.compact_slices, operands.grads, strict=True):
-        flat[where] = 0.0 if grad is None else memory_order(grad) * grad_scale
-    flag |= (magnitude_bits(flat) >= NOT_FINITE).any().to(torch.int32)
+        flat[where] = 0.0 if grad is None else memory_order(grad).float() * grad_scale
+    flag |= (magnitude_bits(flat) >= INFINITE).any().to(torch.int32)
 
 
 def update_dense(
@@ -33,7 +33,7 @@ def update_dense(
             continue
         param, grad = memory_order(operands.params[segment]), memory_order(grad) * inverse_world
         if weight_decay != 0.0:
-            grad = grad + param * weight_decay
+            grad = grad + param.float() * weight_decay
         if trust is not None:
             grad = trust[segment] * grad
         update = grad
@@ -41,4 +41,4 @@ def update_dense(
             momentum_buffer[where] = update = momentum_buffer[where] * momentum + grad
             if nesterov:
                 update = grad + update * momentum
-        param.copy_(param - lr * update)
+        param.copy_(param.float() - lr * update)

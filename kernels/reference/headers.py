@@ -17,18 +17,24 @@ def _bits(words: Tensor, count: int) -> Tensor:
     return ((words[..., None] >> torch.arange(32, device=words.device)) & 1).flatten(-2)[..., :count]
 
 
-def write_header(
-    operands: Operands, count: Tensor, flag: Tensor, seed: Tensor, header: Tensor, *, failed: bool
-) -> None:
+def end_payload(operands: Operands, flag: Tensor, seed: Tensor, header: Tensor, count: Tensor) -> None:
+    """What ``fill_header`` does on the device."""
     header[0] = FORMAT_VERSION
-    header[1] = count[0]
-    header[2] = (flag[0] != 0) * NON_FINITE + int(failed) * FAILED
+    header[1] = count
+    header[2] = (flag[0] != 0) * NON_FINITE
     header[3] = seed[0]
     bits = torch.zeros((header.numel() - HEADER_WORDS) * 32, dtype=torch.int64, device=header.device)
     bits[: len(operands.params)] = _presence(operands).long()
     words = (bits.view(-1, 32) << torch.arange(32, device=header.device)).sum(1)
     header[HEADER_WORDS:] = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     flag.zero_()
+    seed += 1
+
+
+def write_failure(seed: Tensor, header: Tensor) -> None:
+    header[0] = FORMAT_VERSION
+    header[2] = FAILED
+    header[3] = seed[0]
     seed += 1
 
 

@@ -7,13 +7,11 @@ from fusedcomp.kernels.reference.compress import _sum_squares
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments, memory_order
 
 
-def block_norms(segments: Segments, operands: Operands, known: Tensor | None, partials: Tensor) -> None:
+def block_norms(segments: Segments, operands: Operands, partials: Tensor) -> None:
     for segment, where in enumerate(segments.slices):
-        if known is not None and known[segment] > 0.0:
-            continue
-        grad, param = operands.grads[segment], memory_order(operands.params[segment])
+        grad, param = operands.grads[segment], memory_order(operands.params[segment]).float()
         blocks = slice(where.start // BLOCK, -(-where.stop // BLOCK))
-        _sum_squares(torch.zeros_like(param) if grad is None else memory_order(grad), partials[blocks, 0])
+        _sum_squares(torch.zeros_like(param) if grad is None else memory_order(grad).float(), partials[blocks, 0])
         _sum_squares(param, partials[blocks, 1])
 
 
@@ -23,11 +21,23 @@ def reduce_norms(segments: Segments, partials: Tensor, norms: Tensor) -> None:
 
 
 def trust_ratios(
-    norms: Tensor, fallback: Tensor | None, trust: Tensor, *, coefficient: float, weight_decay: float, eps: float
+    segments: Segments,
+    operands: Operands,
+    norms: Tensor,
+    trust: Tensor,
+    *,
+    coefficient: float,
+    weight_decay: float,
+    eps: float,
+    fallback: bool,
 ) -> None:
-    if fallback is not None:
-        norms = torch.where(norms[0] > 0.0, norms, fallback)
-    grad, param = norms.sqrt()
+    squares = norms.clone()
+    if fallback:
+        for segment in range(len(segments.numels)):
+            if norms[0, segment] <= 0.0:
+                for row, tensor in enumerate((operands.grads[segment], operands.params[segment])):
+                    squares[row, segment] = 0.0 if tensor is None else tensor.float().square().sum()
+    grad, param = squares.sqrt()
     ratio = (param * coefficient) / (grad + param * weight_decay + eps)
     trust.copy_(torch.where((grad > 0.0) & (param > 0.0), ratio, 1.0))
 
