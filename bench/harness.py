@@ -9,9 +9,12 @@
 Importing this module makes the checkout importable, installed or not: import it before ``fusedcomp``.
 """
 
+import contextlib
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 _FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H100
 _COPY_BYTES = 2**30
-_WARMUP_SECONDS = 0.03
 _CYCLES_PER_SECOND = 2.0e9  # a little above the card's fastest clock, so that a hold is never too short
 _LONGEST_HOLD = 0.1  # seconds
+_FIRST_CALL_SECONDS = 45  # of a variant: torch.compile may take its time, but not everybody's
 
 
 _BEGIN = time.perf_counter()
@@ -42,6 +45,8 @@ def log(message: str) -> None:
 
 class CudaClock:
     """Marks on the current stream of a CUDA device."""
+
+    warmup_seconds = 0.03
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,6 +99,8 @@ class CudaClock:
 
 class HostClock:
     """The same interface without a GPU: finds errors in the scripts, its figures mean nothing."""
+
+    warmup_seconds = 0.0
 
     def __init__(self, device: torch.device) -> None:
         torch.set_num_threads(1)
@@ -174,14 +181,34 @@ def ready(clock: Clock, variants: Sequence[Variant]) -> list[Variant]:
         try:
             variant.reset()
             run = variant.run
-            run()
+            with time_limit(_FIRST_CALL_SECONDS):
+                run()
             if variant.timing == "graph":
                 run = clock.graph(run)
             clock.synchronise()
             kept.append(replace(variant, run=run))
         except Exception as error:
-            log(f"left out: {variant.name} ({variant.timing}): {type(error).__name__}: {error}")
+            log(f"left out: {variant.name} ({variant.timing}): {type(error).__name__}: {str(error)[:500]}")
     return kept
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the main thread when the block takes longer."""
+
+    def expired(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def measure(clock: Clock, variants: Sequence[Variant], repeats: int, rounds: int) -> list[Figure]:
@@ -202,7 +229,7 @@ def measure(clock: Clock, variants: Sequence[Variant], repeats: int, rounds: int
 def _warm_up(clock: Clock, variant: Variant) -> None:
     """By time, not by count: short kernels need many repeats before the clocks of the card have settled."""
     begin = time.perf_counter()
-    while time.perf_counter() - begin < _WARMUP_SECONDS:
+    while time.perf_counter() - begin < clock.warmup_seconds:
         _repeat(clock, variant)
 
 

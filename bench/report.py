@@ -1,136 +1,212 @@
-"""Write the tables of README.md from the records in bench/results.
+"""Write what the records in bench/results say: the tables of README.md, docs/benchmarks.md and its plots.
 
-python bench/report.py            rewrite what stands between <!-- begin NAME --> and <!-- end NAME -->
-python bench/report.py --check    exit 1 if a table is not what the records say
+python bench/report.py            rewrite docs/benchmarks.md, the plots in docs/img, and everywhere else in README.md
+                                  and docs/ what stands between <!-- begin NAME --> and <!-- end NAME -->
+python bench/report.py --check    exit 1 if a text is not what the records say (plots are not compared)
+
+Plots need matplotlib: pip install -e '.[bench]'.
 """
 
 import argparse
-import statistics
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+import goals
+import plots
 import records
+import sections
+import sections_ranks as ranks
+from book import Book
+from plots import Plot
 
 README = records.ROOT / "README.md"
-Record = dict[str, Any]
+DOCS = records.ROOT / "docs"
+PAGE = DOCS / "benchmarks.md"
 
+Table = Callable[[Book], str | None]
 
-def latest(rows: Iterable[Record]) -> list[Record]:
-    """The rows of the newest commit that was measured; an older run is history."""
-    rows = list(rows)
-    newest = max(rows, key=lambda row: row["date"])["commit"]
-    return [row for row in rows if row["commit"] == newest]
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def origin(row: Record) -> str:
-    """Where the figures of a table come from, in one line."""
-    driver = f", driver {row['driver']}" if row["driver"] else ""
-    return (
-        f"{row['card']}, torch {row['torch']}, triton {row['triton']}{driver}; commit {row['commit'][:10]}, "
-        f"{row['date'][:10]}, `{row['command'].partition(' --')[0]}`."
-    )
-
-
-CASES = {
-    "resnet50": "ResNet-50, 161 tensors, 25.6 M",
-    "gpt2": "GPT-2 small, 124 M",
-    "flat340m": "one tensor, 340 M",
-}
-# Column -> (bench, provider, metric).
-STEP_COLUMNS = {
-    "torch SGD, foreach (default)": ("step", "torch_sgd_foreach", "ms"),
-    "torch SGD, fused": ("step", "torch_sgd_fused", "ms"),
-    "eager DGC, compress only": ("compress", "eager", "ms"),
-    "ours: compress": ("compress", "fusedcomp_fp32", "ms"),
-    "ours: apply, 8 ranks": ("apply", "fusedcomp_fp32", "ms"),
-    "ours: whole step": ("step", "fusedcomp_fp32", "ms"),
-    "with weight decay": ("step", "fusedcomp_fp32_wd", "ms"),
+# What may stand between markers.
+TABLES: dict[str, Table] = {
+    "step": sections.step,
+    "one_pass": sections.one_pass,
+    "eager": sections.eager,
+    "apply": sections.apply,
+    "overlap": sections.overlap,
+    "memory": sections.memory,
+    "netlab": ranks.netlab,
+    "training": ranks.training,
+    "goals": goals.table,
 }
 
 
-def step_table() -> str:
-    """Milliseconds of one step, replayed from a CUDA graph, all parameters in one bucket."""
-    rows = latest(records.read(records.RESULTS / "step.jsonl"))
-    figures = {
-        (row["case"], row["bench"], row["provider"], row["metric"]): row["value"]
-        for row in rows
-        if row.get("timing") == "graph" and row.get("flush") == "write" and row.get("buckets") == "one"
-    }
-    payload = {
-        row["case"]: row["value"] for row in rows if row["metric"] == "payload_bytes" and row.get("buckets") == "one"
-    }
-    dense = {
-        row["case"]: row["value"] for row in rows if row["metric"] == "dense_bytes" and row.get("buckets") == "one"
-    }
-    table = []
-    for case, title in CASES.items():
-        cells = [figures.get((case, *column)) for column in STEP_COLUMNS.values()]
-        sent = f"{payload[case] / 1e6:.2f} of {dense[case] / 1e6:.0f} MB" if case in payload else "-"
-        table.append([title, *("-" if cell is None else f"{cell:.3f}" for cell in cells), sent])
-    note = (
-        f"Density {rows[0]['density']}, fp32, states after {rows[0]['train_steps']} training steps. Eager DGC "
-        f"is the same algorithm as a chain of torch operations on one flat vector. {origin(rows[0])}"
-    )
-    return markdown(["ms", *STEP_COLUMNS, "bytes sent per rank"], table) + "\n\n" + note
+@dataclass(frozen=True)
+class Section:
+    """A part of docs/benchmarks.md: left out where none of its records are there."""
+
+    heading: str
+    text: str
+    tables: tuple[Table, ...]
+    plots: tuple[Plot, ...] = ()
 
 
-METHODS = {"dense": "dense SGD", "topk0.01": "SGD + TopK(0.01)", "lars_topk0.01": "LARS + TopK(0.01)"}
+def break_evens(book: Book) -> str | None:
+    """A sentence per model."""
+    models = dict.fromkeys(case.partition("@")[0] for case in ranks.netlab_cases(book))
+    lines = [line for model in models if (line := ranks.break_even(book, model))]
+    return "\n".join(f"* {line}" for line in lines) or None
 
 
-def training_table() -> str:
-    """Test accuracy over seeds."""
-    rows = [r for r in latest(records.read(records.RESULTS / "training.jsonl")) if r["metric"] == "test_accuracy"]
-    table = []
-    for provider, title in METHODS.items():
-        runs = [row for row in rows if row["provider"] == provider]
-        accuracy = [100 * row["value"] for row in runs]
-        first = runs[0]
-        table.append([
-            title,
-            f"{first['lr']:g}",
-            f"{statistics.mean(accuracy):.2f} ± {statistics.stdev(accuracy):.2f} %",
-            f"{first['bytes_sent'] / 1e6:.2f} MB",
-            f"{first['bytes_dense'] / first['bytes_sent']:.1f}x",
-        ])  # fmt: skip
-    one = rows[0]
-    note = (
-        f"{one['dataset']}, a CNN of {one['parameters']} parameters, {one['epochs']} epochs, {one['world_size']} ranks "
-        f"of {one['batch_per_rank']} images; {len({r['seed'] for r in rows})} seeds, mean and standard deviation. "
-        f"{origin(one)}"
-    )
-    return markdown(["", "lr", "test accuracy", "sent per rank", "ratio, whole model"], table) + "\n\n" + note
+SECTIONS = (
+    Section(
+        "Goals met and missed",
+        "What this project set out to reach. Quotients are taken within one run.",
+        (goals.table,),
+    ),
+    Section(
+        "One step on one GPU",
+        "All that one rank computes for a step, outside the network and beside forward and backward: milliseconds of "
+        "the device, replayed from a CUDA graph, median, cold L2. Compressed optimizers apply the payloads of 8 "
+        "ranks; `torch.optim.SGD` has one gradient.",
+        (sections.step,),
+        (plots.TRAFFIC, plots.SPLIT),
+    ),
+    Section(
+        "The pass against the memory's speed",
+        "The bandwidth twin makes the same reads and writes and computes nothing: what the pass takes longer is "
+        "arithmetic. The copy rate is that of a device copy of 1 GiB in the same run.",
+        (sections.one_pass,),
+    ),
+    Section(
+        "Exact selection",
+        "The whole compress side beside the same pass without selection, and beside top-k functions that do nothing "
+        "but select among values that lie ready.",
+        (sections.selection,),
+    ),
+    Section(
+        "Against plain torch",
+        "Deep Gradient Compression as a user would write it, from the same gradients and states. The flat vector is "
+        "given its gradients flat; tensor by tensor is the authors' own way, with a sampled threshold.",
+        (sections.eager,),
+    ),
+    Section("LARS", "Against the dense LARS implementations there are.", (sections.lars,)),
+    Section(
+        "Launches",
+        "Every launch of one compressed step, where it stands in the sequence.",
+        (sections.launches,),
+    ),
+    Section(
+        "Applying what W ranks sent",
+        "Work grows with the number of entries, not with the model. The payloads are those of the last W training "
+        "steps.",
+        (sections.apply,),
+        (plots.APPLY,),
+    ),
+    Section(
+        "Host",
+        "How long `optimizer.step()` keeps the host, and the number of kernels per compressed bucket.",
+        (sections.host,),
+    ),
+    Section(
+        "Overlap with backward", "How much of the compression hides behind backward.", (sections.overlap,)
+    ),
+    Section(
+        "Memory",
+        "State bytes per parameter by the allocator's figures: states, tables, payloads and scratch.",
+        (sections.memory,),
+    ),
+    Section(
+        "NVLink",
+        "100 M elements, exchange and update with nothing to hide behind: where links are fast, compression has "
+        "little to gain.",
+        (ranks.nvlink,),
+    ),
+    Section(
+        "Training steps over real links",
+        "Several GPUs of one host as separate nodes: a network namespace each, links shaped to the nominal rate, NCCL "
+        "over TCP. The rate is probed before any row, and the probe stands in every record; latency is that of the "
+        "host. The optimizer is SGD with momentum in every row; DDP has `gradient_as_bucket_view` and broadcasts no "
+        "buffers.",
+        (ranks.netlab, break_evens),
+        (plots.RATES, plots.TIMELINE),
+    ),
+    Section(
+        "Does it learn?",
+        "Each method at the learning rate that is best on a validation split; test images have no say in it.",
+        (ranks.training,),
+        (plots.ACCURACY,),
+    ),
+)  # fmt: skip
+
+HEAD = """\
+<!-- Written by `python bench/report.py` from the records in bench/results; do not edit. -->
+
+# Benchmarks
+
+Every figure on this page comes from a record in `bench/results/`, which names the card, versions, driver, commit and
+command behind it. `python bench/report.py` writes the page anew; `python bench/report.py --check` compares.
+
+Kernels are checked against their plain-torch twins before anything is timed. States are those of real training steps.
+Figures are medians of interleaved repeats, with L2 flushed before each.
+"""
 
 
-TABLES: dict[str, Callable[[], str]] = {"step": step_table, "training": training_table}
+def page(book: Book) -> str:
+    """docs/benchmarks.md."""
+    parts = [HEAD]
+    for section in SECTIONS:
+        body = [table for build in section.tables if (table := build(book))]
+        shown = [plot for plot in section.plots if plot.data(book)]
+        if body or shown:
+            pictures = [f"![{plot.alternative}](img/{plot.file})" for plot in shown]
+            parts += [f"## {section.heading}\n", f"{section.text}\n", *(f"{p}\n" for p in [*body, *pictures])]
+    return "\n".join(parts)
 
 
-def render(text: str) -> str:
-    """README with every table anew."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(end)
-        if not tail:
-            raise SystemExit(f"README.md has no place for the table {name!r}: {begin} ... {end}")
-        text = f"{head}{begin}\n{table()}\n{end}{tail}"
-    return text
+_BLOCK = re.compile(r"<!-- begin (\w+) -->\n(.*?)<!-- end (\w+) -->", re.DOTALL)
+
+
+def render(name: str, text: str, book: Book) -> str:
+    """A text with every table between markers anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        begin, _, end = match.groups()
+        if begin != end or begin not in TABLES:
+            raise SystemExit(
+                f"{name}: <!-- begin {begin} --> ... <!-- end {end} --> is no table; {', '.join(TABLES)} are"
+            )
+        table = TABLES[begin](book)
+        return f"<!-- begin {begin} -->\n" + (f"{table}\n" if table else "") + f"<!-- end {begin} -->"
+
+    new = _BLOCK.sub(fill, text)
+    if len(_BLOCK.findall(text)) != len(re.findall(r"<!-- (?:begin|end) \w+ -->", text)) / 2:
+        raise SystemExit(f"{name}: a table's marker is without its counterpart")
+    return new
+
+
+def texts(book: Book) -> Iterator[tuple[Path, str]]:
+    """Every file that records go into, and what it has to be."""
+    for path in (README, *sorted(DOCS.glob("*.md"))):
+        if path != PAGE:
+            yield path, render(path.name, path.read_text(), book)
+    yield PAGE, page(book)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    text = README.read_text()
-    new = render(text)
+    book = Book(records.RESULTS)
+    differing = [(path, new) for path, new in texts(book) if not path.exists() or path.read_text() != new]
     if arguments.check:
-        sys.exit(0 if new == text else "README.md differs from the records: run python bench/report.py")
-    README.write_text(new)
+        names = ", ".join(str(path.relative_to(records.ROOT)) for path, _ in differing)
+        sys.exit(f"{names} differs from the records: run python bench/report.py" if differing else 0)
+    for path, new in differing:
+        path.write_text(new)
+    for plot in plots.PLOTS:
+        plots.save(plot, book, DOCS / "img")
 
 
 if __name__ == "__main__":

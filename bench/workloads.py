@@ -1,6 +1,7 @@
 """Gradient processes that leave realistic velocities and residuals behind: two networks in training, one synthetic.
 
-A workload has ``params`` and ``backward()``, which fills their gradients and returns the loss (or None).
+A workload has ``params`` and ``backward()``, which fills their gradients and returns the loss (or None). The networks
+take a batch from ``sample()``, or the one they are given, where making batches is not to be timed.
 """
 
 import math
@@ -76,21 +77,27 @@ def _torchvision_resnet50() -> nn.Module:
 class ImageTraining:
     """A ResNet on images that are a coarse pattern per class under noise."""
 
-    def __init__(self, device: torch.device, quick: bool) -> None:
-        self.batch, self.pixels, classes = (4, 32, 10) if quick else (32, 224, _CLASSES_SEEN)
+    def __init__(self, device: torch.device, quick: bool, batch: int = 32, channels_last: bool = False) -> None:
+        self.batch, self.pixels, classes = (4, 32, 10) if quick else (batch, 224, _CLASSES_SEEN)
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         model = _ResNet((1, 1, 1, 1), 8, classes) if quick else _torchvision_resnet50()
-        self.model = model.to(device)
+        self.model = model.to(device, memory_format=self.layout)
         self.params = list(self.model.parameters())
         self.patterns = torch.randn(classes, 3, 8, 8, device=device)
 
-    def backward(self) -> Tensor:
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Images and labels."""
         device = self.patterns.device
         labels = torch.randint(len(self.patterns), (self.batch,), device=device)
         clean = F.interpolate(self.patterns[labels], size=(self.pixels, self.pixels), mode="bilinear")
         images = clean + torch.randn_like(clean)
         wrong = torch.rand(self.batch, device=device) < _WRONG_LABELS
         labels = torch.where(wrong, torch.randint_like(labels, len(self.patterns)), labels)
-        with torch.autocast(device.type, torch.bfloat16):
+        return images.contiguous(memory_format=self.layout), labels
+
+    def backward(self, batch: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        images, labels = batch or self.sample()
+        with torch.autocast(images.device.type, torch.bfloat16):
             logits = self.model(images)
         loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
@@ -134,15 +141,15 @@ class _GPT2(nn.Module):
 class TextTraining:
     """A GPT-2 on a Markov text: Zipf-distributed tokens, every second one mostly a function of the one before it."""
 
-    def __init__(self, device: torch.device, quick: bool) -> None:
+    def __init__(self, device: torch.device, quick: bool, batch: int = 4, length: int = 256) -> None:
         shapes = harness.gpt2_shapes(512, 64, 64, 2) if quick else harness.gpt2_shapes()
-        self.batch, self.length, heads = (2, 32, 4) if quick else (4, 256, 12)
+        self.batch, self.length, heads = (2, 32, 4) if quick else (batch, length, 12)
         self.vocabulary = shapes[0][0]
         self.model = _GPT2(shapes, heads).to(device)
         self.params = list(self.model.parameters())
 
-    def tokens(self) -> Tensor:
-        """(batch, length + 1); token number r has a frequency of about 1 / r."""
+    def sample(self) -> Tensor:
+        """Tokens, (batch, length + 1); token number r has a frequency of about 1 / r."""
         device = self.params[0].device
         uniform = torch.rand(self.batch, self.length + 2, device=device)
         tokens = (self.vocabulary**uniform).long().clamp_(max=self.vocabulary) - 1
@@ -151,8 +158,8 @@ class TextTraining:
         tokens[..., 1] = torch.where(follows, (tokens[..., 0] * 7919 + 31) % self.vocabulary, tokens[..., 1])
         return tokens.flatten(1)[:, : self.length + 1]
 
-    def backward(self) -> Tensor:
-        tokens = self.tokens()
+    def backward(self, batch: Tensor | None = None) -> Tensor:
+        tokens = self.sample() if batch is None else batch
         with torch.autocast(tokens.device.type, torch.bfloat16):
             logits = self.model(tokens[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -166,26 +173,22 @@ class TextTraining:
 class HeavyTailed:
     """One tensor whose gradient is Student-t (3 degrees of freedom) times a log-normal scale per 4096 entries."""
 
-    def __init__(self, device: torch.device, quick: bool) -> None:
+    def __init__(self, device: torch.device, quick: bool, numel: int | None = None) -> None:
         shape = torch.Size((300, 1000)) if quick else harness.flat340m_shapes()[0]
+        if numel is not None:
+            shape = torch.Size((1, numel))  # of two dimensions: vectors are never compressed
         self.params = [nn.Parameter(torch.randn(shape, device=device) * 0.02)]
-        rows = -(-shape.numel() // 4096)
-        self.scale = torch.randn(rows, 1, device=device).exp_() * 1e-3
-        self.numerator, self.squares, self.normal = (torch.empty(rows, 4096, device=device) for _ in range(3))
+        self.scale = torch.randn(-(-shape.numel() // 4096), 1, device=device).exp_() * 1e-3
 
     def backward(self) -> None:
-        """In place, with 4 normal variates an entry: fresh tensors would triple the memory."""
-        self.squares.zero_()
+        size = (len(self.scale), 4096)
+        squares, normal = (torch.zeros(size, device=self.scale.device) for _ in range(2))
         for _ in range(3):
-            self.normal.normal_()
-            self.squares.addcmul_(self.normal, self.normal)
-        self.numerator.normal_().div_(self.squares.div_(3.0).clamp_(min=1e-6).sqrt_()).mul_(self.scale)
+            normal.normal_()
+            squares.addcmul_(normal, normal)
+        grad = normal.normal_().div_(squares.div_(3.0).clamp_(min=1e-6).sqrt_()).mul_(self.scale)
         for param in self.params:
-            param.grad = self.numerator.view(-1)[: param.numel()].view_as(param)
-
-    def release(self) -> None:
-        """Give back what only making gradients needs."""
-        del self.squares, self.normal
+            param.grad = grad.view(-1)[: param.numel()].view_as(param)
 
 
 Workload = ImageTraining | TextTraining | HeavyTailed

@@ -1,38 +1,205 @@
-"""The figures in README are those of the committed records."""
+"""The figures in README.md and docs are those of the committed records, and the rules by which they are picked."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "bench"))  # after tests/, whose modules keep their names
+
+import book  # noqa: E402
+import goals  # noqa: E402
+import plots  # noqa: E402
+import records  # noqa: E402
+import report  # noqa: E402
+import sections  # noqa: E402
+import sections_ranks  # noqa: E402
+from book import Book, Key  # noqa: E402
+
+OLD, NEW = "a" * 40, "b" * 40
 
 
-def report(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def script(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(root / "bench" / "report.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_readme_is_what_the_records_say() -> None:
-    done = report("--check")
+def record(bench: str, case: str, provider: str, value: float, metric: str = "ms", **more: Any) -> dict[str, Any]:
+    row = {
+        "bench": bench, "case": case, "provider": provider, "metric": metric, "value": value, "card": "a card",
+        "torch": "2.11.0", "triton": "3.6.0", "driver": None, "commit": NEW, "dirty": False,
+        "command": "python bench/some.py --cases x", "date": "2026-01-02T00:00:00+00:00",
+    }  # fmt: skip
+    return row | more
+
+
+def old(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"commit": OLD, "date": "2026-01-01T00:00:00+00:00"}
+
+
+def book_of(folder: Path, *rows: dict[str, Any]) -> Book:
+    folder.mkdir(exist_ok=True)
+    (folder / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Book(folder)
+
+
+# ---- the committed texts -------------------------------------------------------------------------------------------
+
+
+def test_texts_are_what_the_records_say() -> None:
+    done = script("--check")
     assert done.returncode == 0, done.stderr
 
 
-def test_an_edited_figure_is_noticed(tmp_path: Path) -> None:
-    for name in ("README.md", "bench/report.py", "bench/records.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    results = tmp_path / "bench" / "results"
-    results.mkdir()
-    for file in (ROOT / "bench" / "results").glob("*.jsonl"):
-        (results / file.name).write_bytes(file.read_bytes())
-    readme = tmp_path / "README.md"
-    assert report("--check", root=tmp_path).returncode == 0
-    begin = readme.read_text().index("<!-- begin step -->")
-    text = readme.read_text()
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_an_edited_figure_is_noticed(tmp_path: Path, name: str) -> None:
+    for folder in ("bench", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    path = tmp_path / name
+    assert script("--check", root=tmp_path).returncode == 0
+    text = path.read_text()
+    begin = text.index("| ResNet-50")
     digit = next(i for i in range(begin, len(text)) if text[i] == "0" and text[i + 1] == ".")
-    readme.write_text(text[:digit] + "9" + text[digit + 1 :])
-    done = report("--check", root=tmp_path)
+    path.write_text(text[:digit] + "9" + text[digit + 1 :])
+    done = script("--check", root=tmp_path)
     assert done.returncode == 1
-    assert "differs from the records" in done.stderr
-    assert report(root=tmp_path).returncode == 0
-    assert readme.read_text() == text
+    assert f"{name} differs from the records" in done.stderr
+    done = script(root=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert path.read_text() == text
+
+
+def test_every_picture_of_the_page_is_there() -> None:
+    shown = [plot.file for plot in plots.PLOTS if f"(img/{plot.file})" in (ROOT / "docs" / "benchmarks.md").read_text()]
+    assert shown
+    assert all((ROOT / "docs" / "img" / file).stat().st_size < 300_000 for file in shown)
+
+
+def test_a_plot_is_drawn_alike_byte_for_byte(tmp_path: Path) -> None:
+    committed = Book(records.RESULTS)
+    for folder in ("one", "two"):
+        assert plots.save(plots.ACCURACY, committed, tmp_path / folder)
+    one, two = ((tmp_path / folder / plots.ACCURACY.file).read_bytes() for folder in ("one", "two"))
+    assert one == two
+
+
+def test_without_records_nothing_is_said(tmp_path: Path) -> None:
+    empty = book_of(tmp_path)
+    assert report.page(empty) == report.HEAD
+    for plot in plots.PLOTS:
+        if plot is not plots.TIMELINE:  # it is drawn from a trace
+            assert not plots.save(plot, empty, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["<!-- begin step -->\n", "<!-- begin colour -->\n<!-- end colour -->\n"])
+def test_markers_that_lead_nowhere_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SystemExit, match=r"page\.md"):
+        report.render("page.md", text, book_of(tmp_path))
+
+
+# ---- which record counts -------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_hides_nothing_older(tmp_path: Path) -> None:
+    found = book_of(
+        tmp_path,
+        old(record("step", "resnet50", "torch_sgd_fused", 1.0, timing="graph")),
+        old(record("step", "gpt2", "torch_sgd_fused", 2.0, timing="graph")),
+        record("step", "resnet50", "torch_sgd_fused", 3.0, timing="graph"),
+    )
+    key = Key("step", "torch_sgd_fused")
+    assert [found.find(case, key)["value"] for case in ("resnet50", "gpt2")] == [3.0, 2.0]
+    origin = book.origin(found.find(case, key) for case in ("resnet50", "gpt2"))
+    assert NEW[:10] in origin
+    assert OLD[:10] in origin
+
+
+def test_device_time_is_preferred_within_a_run_and_smoke_tests_do_not_count(tmp_path: Path) -> None:
+    rows = [record("step", "gpt2", "copy", 1.0, timing="graph"), record("step", "gpt2", "copy", 2.0, timing="events")]
+    smoke = record("step", "gpt2", "copy", 9.0, timing="graph", quick=True, date="2027-01-01T00:00:00+00:00")
+    found = book_of(tmp_path, *rows, smoke, record("step", "gpt2", "copy", 8.0, timing="graph", buckets="25mb"))
+    assert found.find("gpt2", Key("step", "copy"))["value"] == 1.0
+
+
+def test_a_quotient_never_mixes_runs(tmp_path: Path) -> None:
+    ours, fused = Key("step", "fusedcomp_fp32"), Key("step", "torch_sgd_fused")
+    rows = [old(record("step", "gpt2", "fusedcomp_fp32", 3.0)), old(record("step", "gpt2", "torch_sgd_fused", 2.0))]
+    found = book_of(tmp_path, *rows, record("step", "gpt2", "fusedcomp_fp32", 1.0))
+    assert found.quotient("gpt2", [ours], [fused]).value == 1.5
+    found = book_of(tmp_path, old(record("step", "gpt2", "torch_sgd_fused", 2.0)), rows[0] | {"commit": NEW})
+    assert found.quotient("gpt2", [ours], [fused]) is None
+
+
+def test_a_series_is_of_one_run(tmp_path: Path) -> None:
+    rows = [record("step", "gpt2", "fusedcomp_fp32", us, "launch_us", launch=name) for name, us in
+            (("01 _sample_kernel", 1.0), ("02 _compress_kernel", 10.0))]  # fmt: skip
+    gone = old(record("step", "gpt2", "fusedcomp_fp32", 5.0, "launch_us", launch="03 _gone_kernel"))
+    assert list(sections.launch_rows(book_of(tmp_path, gone, *rows), "gpt2")) == [row["launch"] for row in rows]
+
+
+# ---- goals ---------------------------------------------------------------------------------------------------------
+
+
+def outcome(tmp_path: Path, text: str, *rows: dict[str, Any]) -> goals.Outcome:
+    (found,) = [one for one in goals.outcomes(book_of(tmp_path, *rows)) if one.goal.text == text]
+    return found
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(0.89, "met"), (0.90, "met"), (1.08, "missed by 20 %")])
+def test_a_goal_that_must_not_be_exceeded(tmp_path: Path, ms: float, verdict: str) -> None:
+    rows = [record("step", "resnet50", "fusedcomp_fp32", ms), record("step", "resnet50", "torch_sgd_fused", 1.0)]
+    assert outcome(tmp_path, "whole step / torch's fused SGD", *rows).verdict == verdict
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(40.0, "met"), (30.0, "missed by 25 %")])
+def test_a_goal_that_must_be_reached(tmp_path: Path, ms: float, verdict: str) -> None:
+    case = "resnet50@10gbps/4x1"
+    rows = [record("netlab", case, "ddp", ms), record("netlab", case, "topk0.001", 10.0)]
+    assert outcome(tmp_path, "training step, DDP / TopK(0.001)", *rows).verdict == verdict
+
+
+def test_the_best_of_several_baselines_is_the_one_that_counts(tmp_path: Path) -> None:
+    case = "resnet50@10gbps/4x1"
+    rows = [record("netlab", case, name, ms) for name, ms in
+            (("ddp_bf16", 80.0), ("powersgd1", 50.0), ("powersgd4", 70.0), ("topk0.001", 25.0))]  # fmt: skip
+    assert outcome(tmp_path, "training step, the best of torch's hooks / TopK(0.001)", *rows).value == 2.0
+
+
+def test_the_host_may_take_longer_where_there_are_more_buckets(tmp_path: Path) -> None:
+    row = record("step", "gpt2", "fusedcomp_fp32", 900.0, "host_us", buckets_sparse=2, buckets_dense=1)
+    found = outcome(tmp_path, "host time of optimizer.step()", row)
+    assert (found.limit, found.verdict) == (950.0, "met")
+
+
+def test_memory_is_judged_in_both_directions(tmp_path: Path) -> None:
+    for value, verdict in ((1.05, "met"), (0.95, "met"), (0.90, "missed by 3.0 %")):
+        row = record("memory", "gpt2", "fusedcomp_fp32", value, "of_documented")
+        assert outcome(tmp_path, "state bytes per parameter / documented, SGD", row).verdict == verdict
+
+
+# ---- break-even ----------------------------------------------------------------------------------------------------
+
+
+def links(tmp_path: Path, dense: dict[str, float], ours: dict[str, float]) -> str | None:
+    rows = [record("netlab", f"gpt2@{link}/4x1", name, ms)
+            for name, times in (("ddp_bf16", dense), ("topk0.001", ours)) for link, ms in times.items()]  # fmt: skip
+    return sections_ranks.break_even(book_of(tmp_path, *rows), "gpt2")
+
+
+def test_the_break_even_rate_of_times_that_are_linear_in_one_over_rate(tmp_path: Path) -> None:
+    # 10 + 400 / rate against 20 + 20 / rate meet at 38.
+    dense = {"10gbps": 50.0, "25gbps": 26.0, "nvlink": 10.0 + 400.0 / 3600.0}
+    ours = {"10gbps": 22.0, "25gbps": 20.8, "nvlink": 20.0 + 20.0 / 3600.0}
+    assert "at about 38 Gbit/s" in links(tmp_path, dense, ours)
+
+
+def test_no_break_even_rate_is_made_up(tmp_path: Path) -> None:
+    assert "TopK(0.001) beats" in links(tmp_path, {"10gbps": 50.0, "25gbps": 26.0}, {"10gbps": 22.0, "25gbps": 21.0})
+    assert "all-reduce beats" in links(tmp_path, {"nvlink": 10.0}, {"nvlink": 12.0})
+    assert links(tmp_path, {"10gbps": 50.0}, {"25gbps": 21.0}) is None

@@ -1,0 +1,129 @@
+"""The rows of the end-to-end benchmark: ways of exchanging gradients around one model and one SGD with momentum.
+
+nocomm         none: every rank trains for itself; what a step costs without communication
+ddp            DistributedDataParallel
+ddp_bf16       with torch's bf16_compress_hook
+powersgd1      with torch's powerSGD_hook of approximation rank 1
+powersgd4      of approximation rank 4
+topk0.001      fusedcomp.SGD with TopK(0.001), no wrapper; momentum correction and error feedback
+topk0.01       TopK(0.01)
+topk0.001_bf16 TopK(0.001) with bf16 values on the wire
+
+DDP gets what makes it faster: gradients that are views of its buckets, and no broadcast of batch-norm statistics
+before every forward (fusedcomp does not send them either).
+"""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import harness  # noqa: F401 - makes the checkout importable: before fusedcomp
+from fusedcomp import SGD, TopK
+from rankset import Unavailable
+
+LR = 0.01
+MOMENTUM = 0.9
+ITERATION_OF_POWERSGD = 2  # the least it takes with error feedback: DDP still changes its buckets in iteration 1
+SETTLING_STEPS = 5  # past that iteration, DDP's rebuilt buckets and the first compilation of every kernel
+
+
+class Exchange:
+    """What a training step needs: a module to call, an optimizer to step."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+
+    def sent(self) -> dict[str, int]:
+        """Bytes a step hands to the collectives, where the optimizer knows."""
+        if not isinstance(self.optimizer, SGD):
+            return {}
+        metrics = self.optimizer.metrics()
+        return {name: int(metrics[name]) for name in ("bytes_sent", "bytes_dense")}
+
+    def release(self) -> None:
+        """Let go of wrapper and optimizer, and with them of their hooks, before the next row takes the model."""
+        for param in self.module.parameters():
+            param.grad = None  # a view of DDP's buckets
+        del self.module, self.optimizer
+        gc.collect()
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
+
+
+def _nocomm(model: nn.Module) -> Exchange:
+    return Exchange(model, _sgd(model))
+
+
+def _ddp(register: Callable[[DistributedDataParallel], None]) -> Callable[[nn.Module], Exchange]:
+    def build(model: nn.Module) -> Exchange:
+        wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        register(wrapped)
+        return Exchange(wrapped, _sgd(model))
+
+    return build
+
+
+def _plain(wrapped: DistributedDataParallel) -> None:
+    pass
+
+
+def _bf16(wrapped: DistributedDataParallel) -> None:
+    if dist.get_backend() != "nccl":
+        raise Unavailable("torch allows its bf16 hook with NCCL only")
+    wrapped.register_comm_hook(dist.group.WORLD, default_hooks.bf16_compress_hook)
+
+
+def _powersgd(approximation_rank: int) -> Callable[[DistributedDataParallel], None]:
+    def register(wrapped: DistributedDataParallel) -> None:
+        state = powerSGD_hook.PowerSGDState(
+            process_group=dist.group.WORLD,
+            matrix_approximation_rank=approximation_rank,
+            start_powerSGD_iter=ITERATION_OF_POWERSGD,
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    return register
+
+
+def _topk(density: float, **choices: Any) -> Callable[[nn.Module], Exchange]:
+    def build(model: nn.Module) -> Exchange:
+        try:
+            compressor = TopK(density, **choices)
+        except TypeError as error:  # an argument this version does not know
+            raise Unavailable(str(error)) from error
+        return Exchange(model, SGD(model.parameters(), lr=LR, momentum=MOMENTUM, compressor=compressor))
+
+    return build
+
+
+EXCHANGES: dict[str, Callable[[nn.Module], Exchange]] = {
+    "nocomm": _nocomm,
+    "ddp": _ddp(_plain),
+    "ddp_bf16": _ddp(_bf16),
+    "powersgd1": _ddp(_powersgd(1)),
+    "powersgd4": _ddp(_powersgd(4)),
+    "topk0.001": _topk(0.001),
+    "topk0.01": _topk(0.01),
+    "topk0.001_bf16": _topk(0.001, wire_dtype=torch.bfloat16),
+}
+
+
+def bits(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The sum of every parameter's bits, read as integers: i64 (parameters,)."""
+    return torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters])
+
+
+def identical(parameters: list[nn.Parameter]) -> bool:
+    """Are the parameters those of rank 0, bit for bit? The same answer on all ranks."""
+    own = bits(parameters)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return all(torch.equal(other, everyone[0]) for other in everyone)

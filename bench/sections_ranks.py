@@ -1,0 +1,180 @@
+"""Tables of what several ranks show: links, training steps over them, accuracy; None where there are no records."""
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from book import CASES, Book, Key, Record, markdown, origin, title
+from sections import Cell, column, grid, number
+
+FLAT = {
+    "fusedcomp_fp32": "fusedcomp, TopK(0.001)",
+    "fusedcomp_fp32_wd": "the same with weight decay",
+    "nccl_fp32": "NCCL all-reduce, fp32, and torch's fused SGD",
+    "nccl_bf16": "NCCL all-reduce, bf16, and torch's fused SGD",
+}
+
+
+def nvlink(book: Book) -> str | None:
+    """Exchange and update of 100 M elements with nothing to hide behind."""
+    lines, used = [], []
+    for case in book.cases("step"):
+        if not case.startswith("flat100m@"):
+            continue
+        for provider, words in FLAT.items():
+            rows = [book.ms("step", case, provider, metric) for metric in ("ms", "graph_ms")]
+            if any(rows):
+                used += rows
+                lines.append([words, *map(number, rows)])
+    if not lines:
+        return None
+    return markdown(["ms", "plain calls", "replayed CUDA graph"], lines) + "\n\n" + origin(used)
+
+
+ROWS = {
+    "nocomm": "no communication",
+    "ddp": "DDP",
+    "ddp_bf16": "DDP, bf16 hook",
+    "ddp_fp16": "DDP, fp16 hook",
+    "powersgd1": "PowerSGD hook, rank 1",
+    "powersgd4": "PowerSGD hook, rank 4",
+    "topk0.01": "fusedcomp, TopK(0.01)",
+    "topk0.001": "fusedcomp, TopK(0.001)",
+    "topk0.001_bf16": "the same, bf16 on the wire",
+}
+
+
+def netlab(book: Book) -> str | None:
+    """A training step against the rate of the links: a row per model and link, a column per way to exchange."""
+    cases = [case for case in netlab_cases(book) if book.ms("netlab", case, "nocomm")]
+    columns = {words: column(book, "netlab", provider) for provider, words in ROWS.items()}
+    table = grid(book, "ms", columns, cases, "A training step, median over stretches of steps.", digits=1)
+    return None if table is None else table + "\n\n" + exposed(book, cases)
+
+
+def exposed(book: Book, cases: Sequence[str]) -> str:
+    """Communication that is not hidden, in the same layout."""
+    found = [[book.ms("netlab", case, provider) for provider in ROWS if provider != "nocomm"] for case in cases]
+    words = [w for provider, w in ROWS.items() if provider != "nocomm"]
+    kept = [i for i in range(len(words)) if any(row[i] for row in found)]
+    lines = [
+        [title(case), *(_exposed(row[i]) for i in kept)] for case, row in zip(cases, found, strict=True)
+    ]  # fmt: skip
+    note = f"The same steps, less the step without communication. {origin(r for row in found for r in row)}"
+    return markdown(["exposed ms", *(words[i] for i in kept)], lines) + "\n\n" + note
+
+
+def _exposed(row: Cell) -> str:
+    return "-" if row is None or row.get("exposed_ms") is None else f"{row['exposed_ms']:.1f}"
+
+
+def netlab_cases(book: Book) -> list[str]:
+    """By model, then layout, then rate; NVLink last."""
+
+    def order(case: str) -> tuple[Any, ...]:
+        model, _, where = case.partition("@")
+        layout = where.partition("/")[2]
+        return list(CASES).index(model) if model in CASES else len(CASES), -int(layout.partition("x")[0]), rate_of(case)
+
+    return sorted(book.cases("netlab"), key=order)
+
+
+NVLINK_GBPS = 3600.0  # 450 GB/s in each direction, an H100's nominal rate
+
+
+def rate_of(case: str) -> float:
+    """Gbit/s of a netlab case's links."""
+    link = case.partition("@")[2].partition("/")[0]
+    return NVLINK_GBPS if link == "nvlink" else float(link.removesuffix("gbps"))
+
+
+def curves(book: Book, model: str) -> dict[str, dict[float, Record]]:
+    """Provider -> Gbit/s -> record: one GPU per node, and NVLink."""
+    found: dict[str, dict[float, Record]] = {}
+    for case in netlab_cases(book):
+        if case.startswith(f"{model}@") and case.endswith("x1"):
+            for provider in ROWS:
+                row = book.ms("netlab", case, provider)
+                if row is not None:
+                    found.setdefault(provider, {})[rate_of(case)] = row
+    return {provider: found[provider] for provider in ROWS if provider in found}
+
+
+def break_even(book: Book, model: str, ours: str = "topk0.001", dense: str = "ddp_bf16") -> str | None:
+    """The rate at which a dense bf16 all-reduce takes as long, between measured points linear in 1 / rate."""
+    found = curves(book, model)
+    if ours not in found or dense not in found:
+        return None
+    rates = sorted(found[ours].keys() & found[dense].keys())
+    gains = [found[dense][rate]["value"] - found[ours][rate]["value"] for rate in rates]
+    name = title(model)
+    for (low, gain), (high, next_gain) in pairwise(zip(rates, gains, strict=True)):
+        if gain > 0 >= next_gain:
+            share = gain / (gain - next_gain)
+            rate = 1.0 / (1.0 / low + share * (1.0 / high - 1.0 / low))
+            return (
+                f"{name}: dense bf16 all-reduce and TopK(0.001) break even at about {rate:.0f} Gbit/s, interpolated "
+                f"linearly in 1 / rate between the measurements at {_link(low)} and {_link(high)}. Above it dense bf16 "
+                "is faster."
+            )
+    if not rates:
+        return None
+    if gains[-1] > 0:
+        return f"{name}: TopK(0.001) beats a dense bf16 all-reduce at every measured rate, up to {_link(rates[-1])}."
+    return f"{name}: a dense bf16 all-reduce beats TopK(0.001) at every measured rate, from {_link(rates[0])}."
+
+
+def _link(rate: float) -> str:
+    return f"NVLink (nominally {rate:.0f} Gbit/s)" if rate == NVLINK_GBPS else f"{rate:g} Gbit/s"
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+METHODS = {"dense": "dense SGD", "topk0.01": "SGD + TopK(0.01)", "lars_topk0.01": "LARS + TopK(0.01)"}
+
+
+def training_runs(book: Book, case: str) -> dict[str, list[Record]]:
+    """Method in words -> the test accuracies of its seeds."""
+    providers = dict.fromkeys(
+        row["provider"] for row in book.rows if row["bench"] == "training" and row["case"] == case
+    )
+    names = {**METHODS, **{provider: provider for provider in providers if provider not in METHODS}}
+    runs = {n: book.series(case, Key("training", p, "test_accuracy"), "seed") for p, n in names.items()}
+    return {name: rows for name, rows in runs.items() if rows}
+
+
+def accuracy(rows: Sequence[Record]) -> tuple[float, float]:
+    """Mean and standard deviation over seeds, in per cent."""
+    values = [100 * row["value"] for row in rows]
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def training(book: Book) -> str | None:
+    """Test accuracy over seeds."""
+    tables = [_training(book, case) for case in book.cases("training")]
+    return "\n\n".join(table for table in tables if table) or None
+
+
+def _training(book: Book, case: str) -> str | None:
+    runs = training_runs(book, case)
+    if not runs:
+        return None
+    lines = []
+    for name, rows in runs.items():
+        (mean, deviation), first = accuracy(rows), rows[0]
+        lines.append([
+            name,
+            f"{first['lr']:g}",
+            f"{mean:.2f} ± {deviation:.2f} %" if len(rows) > 1 else f"{mean:.2f} %",
+            f"{first['bytes_sent'] / 1e6:.2f} MB",
+            f"{first['bytes_dense'] / first['bytes_sent']:.1f}x",
+        ])  # fmt: skip
+    used = [row for rows in runs.values() for row in rows]
+    one = used[0]
+    note = (
+        f"{one['dataset']}, a CNN of {one['parameters']} parameters, {one['epochs']} epochs, {one['world_size']} ranks "
+        f"of {one['batch_per_rank']} images; {len({r['seed'] for r in used})} seeds, mean and standard deviation. "
+        f"{origin(used)}"
+    )
+    return markdown(["", "lr", "test accuracy", "sent per rank", "ratio, whole model"], lines) + "\n\n" + note
