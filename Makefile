@@ -3,10 +3,14 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 SKIP_TRITON36 ?=
 
-.PHONY: demo test lint test-triton36
+.PHONY: demo docs test lint test-triton36
 
 demo: .venv/.installed
 	.venv/bin/python -m fusedcomp demo
+
+# Into site/. tests/test_docs.py builds it too.
+docs: .venv/.installed
+	.venv/bin/mkdocs build --strict
 
 # pytest comes last, so that its summary closes the output.
 test: lint $(if $(filter 1,$(SKIP_TRITON36)),,test-triton36)
