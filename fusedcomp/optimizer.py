@@ -187,15 +187,24 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 self._lr_sent[index] = float(lr)
                 mirror.fill_(float(lr))
 
-    def launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """For the backward contract (overlap.py): start the exchange of one bucket."""
+    def admit(self, index: int) -> None:
+        """For the backward contract (overlap.py): refuse to launch what was not built for, or cannot be replayed."""
         group = self._buckets[index].treatment.group
         if self._has_new_plan(group):
             self.fail(
                 f"compressor or memory of group {group} was changed, or its momentum switched on; call "
                 "optimizer.zero_grad() after such a change, before backward(): it plans the buckets anew"
             )
-        self._exchanges[index].launch(grads, self._hyper(group), self._step)
+        warmup = getattr(self.param_groups[group]["compressor"], "warmup_steps", 0)
+        if self._step < warmup and self._status.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph was to be captured in step {self._step} of TopK's {warmup} warmup_steps; its replays "
+                "would keep this step's density: capture after the warm-up"
+            )
+
+    def launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
+        """For the backward contract (overlap.py): start the exchange of one bucket."""
+        self._exchanges[index].launch(grads, self._hyper(self._buckets[index].treatment.group), self._step)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

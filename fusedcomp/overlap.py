@@ -24,6 +24,9 @@ from fusedcomp.buckets import Bucket, same_layout
 class Owner(Protocol):
     """What the backward contract asks of an optimizer."""
 
+    def admit(self, index: int) -> None:
+        """Raise if bucket number ``index`` cannot be launched now."""
+
     def launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Start the exchange of bucket number ``index`` with these gradients."""
 
@@ -171,6 +174,7 @@ class Backward:
     def launch_next(self) -> None:
         """Launch the next bucket in order, after everything queued on the streams that wrote gradients."""
         index = self.next
+        self.owner.admit(index)  # before the side stream has anything to wait for
         if self.side is None:
             self.owner.launch(index, [self._gradient(w) for w in self._watched[index]])
         else:

@@ -21,7 +21,7 @@ from fusedcomp.collectives import Group
 from fusedcomp.compressors import TopK, num_samples, plan_selection
 from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.digits import BINS
-from fusedcomp.kernels.refine import PACK
+from fusedcomp.kernels.refine import PACK, SCAN
 from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
@@ -160,7 +160,7 @@ class _Buffers:
     keys: Tensor  # i64 (capacity,)
     indices: Tensor  # i64 (capacity,)
     near: Tensor  # i64 (capacity,)
-    packed: Tensor  # i64 (programs of pack_payload,)
+    packed: Tensor  # i64 (1 + programs of pack_payload,)
     own: Tensor  # u8 (nbytes,)
     received: Tensor  # u8 (world, nbytes)
     payload: Payload  # views of ``own``
@@ -216,8 +216,8 @@ class SparseExchange(_Exchange):
         self.bounds = zeros(scopes, 3, dtype=torch.int64)
         self.near_counts = zeros(scopes, dtype=torch.int32)
         self.histograms = zeros(scopes, BINS, dtype=torch.int32)
-        self.tickets = zeros(1 + scopes, dtype=torch.int32)
-        self.scanned = zeros(segments.num_pages, dtype=torch.int64)
+        self.tickets = zeros(scopes, dtype=torch.int32)
+        self.scanned = zeros(1 + -(-segments.num_blocks // SCAN), dtype=torch.int64)
         self.minus_one = torch.full((1,), -1.0, device=device)
         self.density = 0.0  # that ``buffers`` are for
         self.buffers: _Buffers
@@ -258,12 +258,6 @@ class SparseExchange(_Exchange):
 
     def _prepare(self, step: int) -> None:
         """Buffers for this step's density, and whether the bucket goes dense: the same decision on every rank."""
-        if step < self.compressor.warmup_steps and self.bucket.device.type == "cuda":  # noqa: SIM102  in this order
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"a CUDA graph was to be captured in step {step} of TopK's {self.compressor.warmup_steps} "
-                    "warmup_steps; its replays would keep this step's density: capture after the warm-up"
-                )
         density = self.compressor.density_at(step)
         if density == self.density:
             return
@@ -297,7 +291,7 @@ class SparseExchange(_Exchange):
             zeros(selection.capacity),
             zeros(selection.capacity),
             zeros(selection.capacity),
-            zeros(-(-selection.capacity // PACK)),
+            zeros(1 + -(-selection.capacity // PACK)),
             own,
             received,
             layout.views(own.view(1, -1)),
@@ -331,7 +325,7 @@ class SparseExchange(_Exchange):
         segments, buffers, refine = self.bucket.segments, self.buffers, self.ops.refine
         refine.gather_candidates(
             segments, self.counts, self.staged, self.residual, self.thresholds, self.seed,
-            self.scanned, self.tickets, self.offsets, buffers.keys, buffers.indices,
+            self.scanned, self.offsets, buffers.keys, buffers.indices,
         )  # fmt: skip
         refine.select_candidates(
             segments, buffers.keys, self.offsets, buffers.ranks, self.widths,
@@ -340,7 +334,7 @@ class SparseExchange(_Exchange):
         payload = buffers.payload
         refine.pack_payload(
             segments, self.bucket.operands, buffers.keys, buffers.indices, self.offsets, self.thresholds,
-            self.masked, self.residual, self.flag, self.seed, buffers.packed, self.tickets,
+            self.masked, self.residual, self.flag, self.seed, buffers.packed,
             payload.starts[0], payload.indices[0], payload.values[0], payload.header[0],
         )  # fmt: skip
 

@@ -4,8 +4,8 @@ start_order     programs number themselves in the order in which they start
 offset_before   what the programs with smaller numbers hold in all: each publishes its own count, then reads theirs
 last_arrival    which program of a group is the last to get here: it sees what the others stored, and goes on alone
 
-Tickets count up from 0 and the last program puts 0 back, so that every launch finds them so; published counts carry
-the step they belong to, so that no one need clear them.
+The ticket of ``last_arrival`` counts up from 0, and the last program puts 0 back. That of ``start_order`` is never put
+back: how often it has gone round tells this launch's counts from those of launches before it, so nothing is cleared.
 """
 
 import triton
@@ -13,24 +13,25 @@ import triton.language as tl
 
 
 @triton.jit
-def start_order(ticket_ptr, programs):
-    """This program's number among ``programs``. Smaller numbers are running or done: it may wait for them."""
-    number = tl.atomic_add(ticket_ptr, 1)
-    if number == programs - 1:
-        tl.store(ticket_ptr, 0)
-    return number
+def start_order(shared_ptr, programs):
+    """This program's number among ``programs``, and this launch's; shared: i64 (1 + programs,), zeros at first.
+
+    Programs with smaller numbers are running or done: one may wait for them.
+    """
+    ticket = tl.atomic_add(shared_ptr, 1)
+    return (ticket % programs).to(tl.int32), ticket // programs + 1
 
 
 @triton.jit
-def offset_before(published_ptr, number, count, step, CHUNK: tl.constexpr):
-    """The sum of the counts of programs 0 .. number - 1; publishes this one's. Count and step are one 64-bit word."""
-    tag = step.to(tl.int64) + 1  # never the 0 that fresh memory holds
-    tl.atomic_xchg(published_ptr + number, (tag << 32) | count.to(tl.int64), sem="relaxed")
+def offset_before(shared_ptr, number, count, launch, CHUNK: tl.constexpr):
+    """The sum of the counts of programs 0 .. number - 1; publishes this one's. Count and launch are one 64-bit word."""
+    published_ptr = shared_ptr + 1
+    tl.atomic_xchg(published_ptr + number, (launch << 32) | count.to(tl.int64), sem="relaxed")
     before = count.to(tl.int64) * 0
     for chunk in range(0, number, CHUNK):
         at = chunk + tl.arange(0, CHUNK)
         words = tl.load(published_ptr + at, mask=at < number, other=0, volatile=True)
-        while tl.sum(((at < number) & ((words >> 32) != tag)).to(tl.int32)) > 0:
+        while tl.sum(((at < number) & ((words >> 32) != launch)).to(tl.int32)) > 0:
             words = tl.load(published_ptr + at, mask=at < number, other=0, volatile=True)
         before += tl.sum(words & 0xFFFFFFFF)
     return before

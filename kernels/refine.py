@@ -23,23 +23,24 @@ from fusedcomp.kernels.segments import BLOCK, PAGE, Operands, Segments
 _SLOTS = 32  # of a staging row at a time: most rows hold fewer candidates
 _GATHER = 16  # blocks a program gathers
 PACK = 512  # candidates a program looks at
+SCAN = 1024  # blocks a program scans
 _LOOK_BACK = 1024
 _NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
 def _scan_counts_kernel(
-    counts_ptr, seed_ptr,  # in
-    published_ptr, ticket_ptr,  # scratch
+    counts_ptr,  # in
+    shared_ptr,  # scratch
     offsets_ptr,  # out
     num_blocks, programs,
     CHUNK: tl.constexpr, LOOK_BACK: tl.constexpr,
 ):  # fmt: skip
-    program = start_order(ticket_ptr, programs)
+    program, number = start_order(shared_ptr, programs)
     block = program * CHUNK + tl.arange(0, CHUNK)
     count = tl.load(counts_ptr + block, mask=block < num_blocks, other=0)
     total = tl.sum(count)
-    before = offset_before(published_ptr, program, total, tl.load(seed_ptr), LOOK_BACK)
+    before = offset_before(shared_ptr, program, total, number, LOOK_BACK)
     tl.store(offsets_ptr + block, before + tl.cumsum(count) - count, mask=block < num_blocks)
     if program == programs - 1:
         tl.store(offsets_ptr + num_blocks, before + total)
@@ -111,7 +112,7 @@ def _count_candidates_kernel(
         counted += tl.histogram(digit, DIGIT_BINS, mask=at < end)
     mine = histogram_ptr + scope * BINS + (group % COPIES) * DIGIT_BINS
     tl.atomic_add(mine + tl.arange(0, DIGIT_BINS), counted, mask=counted > 0, sem="relaxed")
-    if last_arrival(ticket_ptr + 1 + scope, tl.load(group_ptr + 4 * group + 3)):
+    if last_arrival(ticket_ptr + scope, tl.load(group_ptr + 4 * group + 3)):
         copies = take_histogram(histogram_ptr + scope * BINS, COPIES * DIGIT_BINS)
         histogram = tl.sum(tl.reshape(copies, (COPIES, DIGIT_BINS)), 0)
         rank = tl.load(rank_ptr + scope)
@@ -153,7 +154,7 @@ def _select_candidates_kernel(
             if count > 0:
                 slot = tl.atomic_add(count_ptr + scope, count, sem="relaxed") + tl.cumsum(near.to(tl.int32)) - 1
                 tl.store(near_ptr + origin + slot, key, mask=near)
-    if last_arrival(ticket_ptr + 1 + scope, tl.load(group_ptr + 4 * group + 3)):
+    if last_arrival(ticket_ptr + scope, tl.load(group_ptr + 4 * group + 3)):
         threshold = rank * 0
         if rank > 0:
             end = origin + tl.load(count_ptr + scope, cache_modifier=".cg")
@@ -196,19 +197,19 @@ def _winning(
 def _pack_payload_kernel(
     keys_ptr, indices_ptr, block_table_ptr, offsets_ptr, threshold_ptr, address_ptr,  # in
     velocity_ptr, residual_ptr, flag_ptr, seed_ptr,  # in-out
-    published_ptr, ticket_ptr,  # scratch
+    shared_ptr,  # scratch
     starts_ptr, out_indices_ptr, values_ptr, header_ptr,  # out
     capacity, num_blocks, programs, pages, num_values, num_segments, words,
     PER_TENSOR: tl.constexpr, MASK_VELOCITY: tl.constexpr, HALF: tl.constexpr, WIRE: tl.constexpr,
     VERSION: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr, LOOK_BACK: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    program = start_order(ticket_ptr, programs)
+    program, number = start_order(shared_ptr, programs)
     candidates = tl.minimum(tl.load(offsets_ptr + num_blocks), capacity)
     at = program.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     index, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, candidates, PER_TENSOR, BLOCK)
     count = tl.sum(won.to(tl.int32))
-    before = offset_before(published_ptr, program, count, tl.load(seed_ptr), LOOK_BACK).to(tl.int32)
+    before = offset_before(shared_ptr, program, count, number, LOOK_BACK).to(tl.int32)
     slot = before + tl.cumsum(won.to(tl.int32)) - won.to(tl.int32)  # winners before this candidate
     # A page starts where its first candidate is, or the first of a later page.
     page = index // PAGE
@@ -248,21 +249,20 @@ def gather_candidates(
     residual: Tensor,  # f32 or bf16 (padded,)
     thresholds: Tensor,  # i64 (scopes,)
     seed: Tensor,  # i32 (1,)
-    published: Tensor,  # scratch: i64 (pages,)
-    tickets: Tensor,  # scratch: i32 (1 + scopes,), zeros before and after
+    shared: Tensor,  # scratch: i64 (1 + ceil(blocks / SCAN),), zeros at first
     offsets: Tensor,  # out: i64 (blocks + 1,): running number of candidates
     keys: Tensor,  # out: i64 (capacity,)
     indices: Tensor,  # out: i64 (capacity,), padded index
 ) -> None:
     """The candidates of all blocks in index order; what exceeds the capacity stays in the residual."""
-    programs = -(-segments.num_blocks // _LOOK_BACK)
+    programs = -(-segments.num_blocks // SCAN)
     launch(
         _scan_counts_kernel, programs, residual,
-        counts, seed,
-        published, tickets,
+        counts,
+        shared,
         offsets,
         segments.num_blocks, programs,
-        CHUNK=_LOOK_BACK, LOOK_BACK=_LOOK_BACK, shape="item",
+        CHUNK=SCAN, LOOK_BACK=_LOOK_BACK, shape="item",
     )  # fmt: skip
     launch(
         _gather_candidates_kernel, -(-segments.num_blocks // _GATHER), residual,
@@ -284,7 +284,7 @@ def select_candidates(
     bounds: Tensor,  # scratch: i64 (scopes, 3): the k-th key is the rank-th of those from .. to
     near: Tensor,  # scratch: i64 (capacity,): those keys
     near_counts: Tensor,  # scratch: i32 (scopes,), zeros before and after
-    tickets: Tensor,  # scratch: i32 (1 + scopes,), zeros before and after
+    tickets: Tensor,  # scratch: i32 (scopes,), zeros before and after
     thresholds: Tensor,  # in-out: i64 (scopes,): least candidate; ranks-th largest, 0 where there are no more
 ) -> None:
     """The ranks-th largest key of every scope: one look at all candidates, another at those of its bin."""
@@ -317,8 +317,7 @@ def pack_payload(
     residual: Tensor,  # in-out: f32 or bf16 (padded,)
     flag: Tensor,  # in-out: i32 (1,): a gradient was not finite; reset
     seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
-    published: Tensor,  # scratch: i64 (ceil(capacity / PACK),)
-    tickets: Tensor,  # scratch: i32 (1 + scopes,), zeros before and after
+    shared: Tensor,  # scratch: i64 (1 + ceil(capacity / PACK),), zeros at first
     starts: Tensor,  # out: i32 (pages + 1,): first value of every page, and their number
     out_indices: Tensor,  # out: i16 (k,): index inside the page, as unsigned 16 bits
     values: Tensor,  # out: f32, bf16 or f16 (k,); zeros past the last
@@ -333,7 +332,7 @@ def pack_payload(
         _pack_payload_kernel, programs, keys,
         keys, indices, segments.block_table, offsets, thresholds, operands.addresses,
         velocity, residual, flag, seed,
-        published, tickets,
+        shared,
         starts, out_indices, values, header,
         keys.numel(), segments.num_blocks, programs, segments.num_pages, values.numel(), len(segments.numels),
         header.numel() - HEADER_WORDS,

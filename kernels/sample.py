@@ -67,7 +67,7 @@ def _sample_threshold_kernel(
 
     first = tl.load(group_ptr + 3 * program + 1)
     last = tl.load(group_ptr + 3 * program + 2)
-    if last_arrival(ticket_ptr + 1 + scope, last - first):
+    if last_arrival(ticket_ptr + scope, last - first):
         histogram = take_histogram(histogram_ptr + scope * BINS, BINS)
         wanted = tl.load(rank_ptr + scope)
         low = wanted * 0
@@ -101,7 +101,7 @@ def sample_threshold(
     seed: Tensor,  # i32 (1,)
     keys: Tensor,  # scratch: i64 (programs * SAMPLES,)
     histograms: Tensor,  # scratch: i32 (scopes, BINS), zeros before and after
-    tickets: Tensor,  # scratch: i32 (1 + scopes,), zeros before and after
+    tickets: Tensor,  # scratch: i32 (scopes,), zeros before and after
     thresholds: Tensor,  # out: i64 (scopes,)
     widths: Tensor,  # out: i32 (scopes,): logarithms; they decide how fast the refining is, not what it finds
     *,

@@ -183,8 +183,8 @@ def arguments(
         "near": i64(sizes.capacity, device=sizes.device),
         "near_counts": i32(scopes),
         "histograms": i32(scopes, BINS),
-        "tickets": i32(1 + scopes),
-        "published": i64(blocks),
+        "tickets": i32(scopes),
+        "shared": i64(1 + blocks),
         # what travels
         "starts": inside(*rows, pages + 1, dtype=torch.int32),
         "values": inside(*rows, sizes.k, dtype=wire, device=sizes.device),

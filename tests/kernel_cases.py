@@ -8,7 +8,7 @@ from torch import Tensor
 from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.headers import HEADER_WORDS
-from fusedcomp.kernels.refine import PACK
+from fusedcomp.kernels.refine import PACK, SCAN
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 
 POISON = -12345.0
@@ -130,9 +130,9 @@ def scratch(case: Case, capacity: int, k: int, wire: torch.dtype = torch.float32
         "keys": ints(capacity),
         "indices": ints(capacity),
         "histograms": zeros(scopes, BINS, dtype=torch.int32),
-        "tickets": zeros(1 + scopes, dtype=torch.int32),
-        "scanned": zeros(segments.num_pages, dtype=torch.int64),
-        "packed": zeros(-(-capacity // PACK), dtype=torch.int64),
+        "tickets": zeros(scopes, dtype=torch.int32),
+        "scanned": zeros(1 + -(-segments.num_blocks // SCAN), dtype=torch.int64),
+        "packed": zeros(1 + -(-capacity // PACK), dtype=torch.int64),
         "starts": ints(segments.num_pages + 1, dtype=torch.int32),
         "out_indices": ints(k, dtype=torch.int16),
         "values": torch.full((k,), POISON, dtype=wire, device=device),

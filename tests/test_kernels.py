@@ -89,7 +89,7 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     out["residual_before_pack"] = case.residual.clone()
     modules["refine"].gather_candidates(
         segments, out["counts"], out["staged"], case.residual, thresholds, case.seed, out["scanned"],
-        out["tickets"], out["offsets"], out["keys"], out["indices"],
+        out["offsets"], out["keys"], out["indices"],
     )  # fmt: skip
     bounds, near = i64(*[(-7, -7, -7)] * len(ks)), torch.full_like(out["keys"], -7)
     near_counts = torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
@@ -100,7 +100,7 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     assert not near_counts.any()
     modules["refine"].pack_payload(
         segments, operands, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
-        case.residual, out["flag"], case.seed, out["packed"], out["tickets"],
+        case.residual, out["flag"], case.seed, out["packed"],
         out["starts"], out["out_indices"], out["values"], out["header"],
     )  # fmt: skip
     for name in ("scanned", "packed"):  # left behind by the kernels alone
