@@ -160,7 +160,7 @@ class _Buffers:
     keys: Tensor  # i64 (capacity,)
     indices: Tensor  # i64 (capacity,)
     near: Tensor  # i64 (capacity,)
-    packed: Tensor  # i64 (1 + programs of pack_payload,)
+    packed: Tensor  # i64 (1 + 2 programs of pack_payload,)
     own: Tensor  # u8 (nbytes,)
     received: Tensor  # u8 (world, nbytes)
     payload: Payload  # views of ``own``
@@ -217,7 +217,7 @@ class SparseExchange(_Exchange):
         self.near_counts = zeros(scopes, dtype=torch.int32)
         self.histograms = zeros(scopes, BINS, dtype=torch.int32)
         self.tickets = zeros(scopes, dtype=torch.int32)
-        self.scanned = zeros(1 + -(-segments.num_blocks // SCAN), dtype=torch.int64)
+        self.scanned = zeros(1 + 2 * -(-segments.num_blocks // SCAN), dtype=torch.int64)
         self.minus_one = torch.full((1,), -1.0, device=device)
         self.density = 0.0  # that ``buffers`` are for
         self.buffers: _Buffers
@@ -291,7 +291,7 @@ class SparseExchange(_Exchange):
             zeros(selection.capacity),
             zeros(selection.capacity),
             zeros(selection.capacity),
-            zeros(1 + -(-selection.capacity // PACK)),
+            zeros(1 + 2 * -(-selection.capacity // PACK)),
             own,
             received,
             layout.views(own.view(1, -1)),

@@ -44,19 +44,26 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, shape: str = "blo
     with torch.cuda.device(device) if foreign else _NOTHING:
         # Triton specialises on the type of an argument, on integers' values and on pointers' divisibility by 16: a
         # key that tells at least these apart never finds a kernel that was compiled for other arguments.
-        passed, key = [], [kernel, device, shape, *constants.values()]
+        passed: list[Any] = []  # tensors as addresses: of those Triton asks the driver nothing
+        key = [kernel, device, shape, *constants.values()]
         for arg in args:
             if isinstance(arg, Tensor):
-                arg = arg.view(torch.int16) if arg.dtype == torch.bfloat16 else arg
-                key += (arg.dtype, arg.data_ptr() % 16 == 0)
+                address = arg.data_ptr()
+                passed.append(address)
+                key += (arg.dtype, address % 16 == 0)
             else:
+                passed.append(arg)
                 key.append(float if isinstance(arg, float) else arg)
-            passed.append(arg)
         compiled = _COMPILED.get(signature := tuple(key))
         if compiled is not None:
             compiled[(programs, 1, 1)](*passed, *constants.values())
             return
+        typed = [_bits(arg) if isinstance(arg, Tensor) else arg for arg in args]
         with _LOCK if INTERPRET else _NOTHING:
-            compiled = kernel[(programs,)](*passed, **constants, **SHAPES[shape], enable_fp_fusion=False)
+            compiled = kernel[(programs,)](*typed, **constants, **SHAPES[shape], enable_fp_fusion=False)
         if compiled is not None:  # the interpreter compiles nothing
             _COMPILED[signature] = compiled
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def start_order(shared_ptr, programs):
-    """This program's number among ``programs``, and this launch's; shared: i64 (1 + programs,), zeros at first.
+    """This program's number among ``programs``, and this launch's; shared: i64 (1 + 2 programs,), zeros at first.
 
     Programs with smaller numbers are running or done: one may wait for them.
     """
@@ -23,17 +23,35 @@ def start_order(shared_ptr, programs):
 
 
 @triton.jit
-def offset_before(shared_ptr, number, count, launch, CHUNK: tl.constexpr):
-    """The sum of the counts of programs 0 .. number - 1; publishes this one's. Count and launch are one 64-bit word."""
-    published_ptr = shared_ptr + 1
-    tl.atomic_xchg(published_ptr + number, (launch << 32) | count.to(tl.int64), sem="relaxed")
+def offset_before(shared_ptr, programs, number, count, launch, CHUNK: tl.constexpr):
+    """The sum of the counts of programs 0 .. number - 1. A published number and the launch are one 64-bit word.
+
+    Every program publishes its count at once and, when it knows it, the sum up to and including its own. It adds up the
+    counts before it, backwards, as far as the nearest sum (Merrill and Garland, "Single-pass parallel prefix scan with
+    decoupled look-back", 2016).
+    """
+    count_ptr = shared_ptr + 1
+    sum_ptr = count_ptr + programs
+    tag = launch << 32
+    tl.atomic_xchg(count_ptr + number, tag | count.to(tl.int64), sem="relaxed")
     before = count.to(tl.int64) * 0
-    for chunk in range(0, number, CHUNK):
-        at = chunk + tl.arange(0, CHUNK)
-        words = tl.load(published_ptr + at, mask=at < number, other=0, volatile=True)
-        while tl.sum(((at < number) & ((words >> 32) != launch)).to(tl.int32)) > 0:
-            words = tl.load(published_ptr + at, mask=at < number, other=0, volatile=True)
-        before += tl.sum(words & 0xFFFFFFFF)
+    end = number
+    while end > 0:
+        at = end - CHUNK + tl.arange(0, CHUNK)
+        found = before * 0
+        nearest = -1
+        waiting = 1
+        while waiting > 0:
+            sums = tl.load(sum_ptr + at, mask=at >= 0, other=0, volatile=True)
+            counts = tl.load(count_ptr + at, mask=at >= 0, other=0, volatile=True)
+            nearest = tl.max(tl.where((at >= 0) & ((sums >> 32) == launch), at, -1))
+            needed = (at >= 0) & (at > nearest)
+            waiting = tl.sum((needed & ((counts >> 32) != launch)).to(tl.int32))
+            words = tl.where(needed, counts, tl.where((at >= 0) & (at == nearest), sums, 0))
+            found = tl.sum(words & 0xFFFFFFFF)
+        before += found
+        end = tl.where(nearest >= 0, 0, end - CHUNK)
+    tl.atomic_xchg(sum_ptr + number, tag | (before + count), sem="relaxed")
     return before
 
 

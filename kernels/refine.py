@@ -24,11 +24,11 @@ _SLOTS = 32  # of a staging row at a time: most rows hold fewer candidates
 _GATHER = 16  # blocks a program gathers
 PACK = 512  # candidates a program looks at
 SCAN = 1024  # blocks a program scans
-_LOOK_BACK = 1024
+_LOOK_BACK = 256
 _NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])  # for 1 and a loop that never runs triton 3.6 fails
 def _scan_counts_kernel(
     counts_ptr,  # in
     shared_ptr,  # scratch
@@ -40,7 +40,7 @@ def _scan_counts_kernel(
     block = program * CHUNK + tl.arange(0, CHUNK)
     count = tl.load(counts_ptr + block, mask=block < num_blocks, other=0)
     total = tl.sum(count)
-    before = offset_before(shared_ptr, program, total, number, LOOK_BACK)
+    before = offset_before(shared_ptr, programs, program, total, number, LOOK_BACK)
     tl.store(offsets_ptr + block, before + tl.cumsum(count) - count, mask=block < num_blocks)
     if program == programs - 1:
         tl.store(offsets_ptr + num_blocks, before + total)
@@ -193,7 +193,7 @@ def _winning(
     return index, won
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])  # for 1 and a loop that never runs triton 3.6 fails
 def _pack_payload_kernel(
     keys_ptr, indices_ptr, block_table_ptr, offsets_ptr, threshold_ptr, address_ptr,  # in
     velocity_ptr, residual_ptr, flag_ptr, seed_ptr,  # in-out
@@ -209,7 +209,7 @@ def _pack_payload_kernel(
     at = program.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     index, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, candidates, PER_TENSOR, BLOCK)
     count = tl.sum(won.to(tl.int32))
-    before = offset_before(shared_ptr, program, count, number, LOOK_BACK).to(tl.int32)
+    before = offset_before(shared_ptr, programs, program, count, number, LOOK_BACK).to(tl.int32)
     slot = before + tl.cumsum(won.to(tl.int32)) - won.to(tl.int32)  # winners before this candidate
     # A page starts where its first candidate is, or the first of a later page.
     page = index // PAGE
@@ -249,7 +249,7 @@ def gather_candidates(
     residual: Tensor,  # f32 or bf16 (padded,)
     thresholds: Tensor,  # i64 (scopes,)
     seed: Tensor,  # i32 (1,)
-    shared: Tensor,  # scratch: i64 (1 + ceil(blocks / SCAN),), zeros at first
+    shared: Tensor,  # scratch: i64 (1 + 2 ceil(blocks / SCAN),), zeros at first
     offsets: Tensor,  # out: i64 (blocks + 1,): running number of candidates
     keys: Tensor,  # out: i64 (capacity,)
     indices: Tensor,  # out: i64 (capacity,), padded index
@@ -262,7 +262,7 @@ def gather_candidates(
         shared,
         offsets,
         segments.num_blocks, programs,
-        CHUNK=SCAN, LOOK_BACK=_LOOK_BACK, shape="item",
+        CHUNK=SCAN, LOOK_BACK=_LOOK_BACK, shape="page",
     )  # fmt: skip
     launch(
         _gather_candidates_kernel, -(-segments.num_blocks // _GATHER), residual,
@@ -317,7 +317,7 @@ def pack_payload(
     residual: Tensor,  # in-out: f32 or bf16 (padded,)
     flag: Tensor,  # in-out: i32 (1,): a gradient was not finite; reset
     seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
-    shared: Tensor,  # scratch: i64 (1 + ceil(capacity / PACK),), zeros at first
+    shared: Tensor,  # scratch: i64 (1 + 2 ceil(capacity / PACK),), zeros at first
     starts: Tensor,  # out: i32 (pages + 1,): first value of every page, and their number
     out_indices: Tensor,  # out: i16 (k,): index inside the page, as unsigned 16 bits
     values: Tensor,  # out: f32, bf16 or f16 (k,); zeros past the last

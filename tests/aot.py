@@ -184,7 +184,7 @@ def arguments(
         "near_counts": i32(scopes),
         "histograms": i32(scopes, BINS),
         "tickets": i32(scopes),
-        "shared": i64(1 + blocks),
+        "shared": i64(1 + 2 * blocks),
         # what travels
         "starts": inside(*rows, pages + 1, dtype=torch.int32),
         "values": inside(*rows, sizes.k, dtype=wire, device=sizes.device),
