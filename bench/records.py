@@ -45,14 +45,14 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 @functools.cache
 def environment() -> dict[str, Any]:
     """What a figure depends on besides the benchmark: card, versions, code, command."""
-    head = _output("git", "rev-parse", "--verify", "--quiet", "HEAD")
+    head, told = _output("git", "rev-parse", "--verify", "--quiet", "HEAD"), os.environ.get("FUSEDCOMP_COMMIT")
     return {
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({_cpu()})",
         "torch": torch.__version__,
         "triton": _version("triton"),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
-        "commit": os.environ.get("FUSEDCOMP_COMMIT") or head or "uncommitted",
-        "dirty": _dirty() if head else None,  # None: unknown
+        "commit": told or head or "uncommitted",
+        "dirty": _dirty() if head and not told else None,  # None: unknown
         "command": _command(),
     }
 

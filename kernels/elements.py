@@ -7,7 +7,7 @@ and in Triton's interpreter, whose own conversion to bf16 truncates.
 import triton
 import triton.language as tl
 
-from fusedcomp.kernels.keys import magnitude_bits, mix32
+from fusedcomp.kernels.keys import magnitude_bits, tie_hash
 
 INFINITE = tl.constexpr(0x7F800000)
 _BF16_NAN = tl.constexpr(0x7FC0)
@@ -36,8 +36,12 @@ def nearest(values):
 
 @triton.jit
 def rounding_noise(index, seed):
-    """32 random bits of an element and a step, independent of its tie hash: two roundings' noise."""
-    return mix32(index.to(tl.uint32) ^ mix32(seed.to(tl.uint32) ^ 0x5BD1E995)).to(tl.int32, bitcast=True)
+    """32 random bits of an element and a step: noise for two roundings, the lower half the residual's.
+
+    They are the tie hash once more. Its upper half, which breaks ties among rounded residuals, has rounded only
+    velocities, and those of entries that win are masked.
+    """
+    return tie_hash(index, seed).to(tl.int32, bitcast=True)
 
 
 @triton.jit

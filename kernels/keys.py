@@ -42,9 +42,16 @@ def selection_key(values, index, seed, HALF: tl.constexpr):
 
 @triton.jit
 def reaches(values, index, seed, key, HALF: tl.constexpr):
-    """Is the selection key of a value at least ``key``? In 32-bit arithmetic."""
+    """Is the selection key of a value at least ``key``? In 32-bit arithmetic, and mostly without hashing.
+
+    Sampled thresholds are cut to their leading bits, so that the hash's part of them is 0 unless magnitudes tie.
+    """
     SHIFT: tl.constexpr = 16 if HALF else 0
     least = ((key >> (32 + SHIFT)) << SHIFT).to(tl.int32)
+    tie = ((key >> SHIFT) & 0xFFFFFFFF).to(tl.uint32)
     magnitude = magnitude_bits(values)
-    tie = tie_hash(index, seed) >= ((key >> SHIFT) & 0xFFFFFFFF).to(tl.uint32)
-    return (magnitude > least) | ((magnitude == least) & tie)
+    if tie == 0:
+        above = magnitude >= least
+    else:
+        above = (magnitude > least) | ((magnitude == least) & (tie_hash(index, seed) >= tie))
+    return above

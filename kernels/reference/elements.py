@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fusedcomp.kernels.reference.keys import mix32
+from fusedcomp.kernels.reference.keys import tie_hash
 
 INFINITE = 0x7F800000
 _LARGEST = {torch.bfloat16: 3.3895313892515355e38, torch.float16: 65504.0}
@@ -11,7 +11,7 @@ _LARGEST = {torch.bfloat16: 3.3895313892515355e38, torch.float16: 65504.0}
 
 def rounding_noise(index: Tensor, seed: Tensor) -> Tensor:
     """32 random bits of every element, as non-negative int64."""
-    return mix32((index & 0xFFFFFFFF) ^ mix32((seed.to(torch.int64) & 0xFFFFFFFF) ^ 0x5BD1E995))
+    return tie_hash(index, seed)
 
 
 def stochastic(values: Tensor, noise: Tensor, half: bool) -> Tensor:
