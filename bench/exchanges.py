@@ -1,6 +1,7 @@
 """The rows of the end-to-end benchmark: ways of exchanging gradients around one model and one SGD with momentum.
 
 nocomm         none: every rank trains for itself; what a step costs without communication
+in_step        the same, but one number is all-reduced in every step: ranks wait for the slowest, whatever they send
 ddp            DistributedDataParallel
 ddp_bf16       with torch's bf16_compress_hook
 powersgd1      with torch's powerSGD_hook of approximation rank 1
@@ -8,6 +9,8 @@ powersgd4      of approximation rank 4
 topk0.001      fusedcomp.SGD with TopK(0.001), no wrapper; momentum correction and error feedback
 topk0.01       TopK(0.01)
 topk0.001_bf16 TopK(0.001) with bf16 values on the wire
+..._graph      nocomm and topk0.001 as replays of a CUDA graph of the whole step: without the host, which in eager mode
+               needs about as long for a step as the GPU
 
 DDP gets what makes it faster: gradients that are views of its buckets, and no broadcast of batch-norm statistics
 before every forward (fusedcomp does not send them either).
@@ -34,7 +37,9 @@ SETTLING_STEPS = 5  # past that iteration, DDP's rebuilt buckets and the first c
 
 
 class Exchange:
-    """What a training step needs: a module to call, an optimizer to step."""
+    """What a training step needs: a module to call, an optimizer to step; perhaps to be replayed from a graph."""
+
+    captured = False
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
@@ -60,6 +65,24 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 def _nocomm(model: nn.Module) -> Exchange:
     return Exchange(model, _sgd(model))
+
+
+def _in_step(model: nn.Module) -> Exchange:
+    one = torch.zeros(1, device=next(model.parameters()).device)
+    optimizer = _sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: dist.all_reduce(one))
+    return Exchange(model, optimizer)
+
+
+def _graph(build: Callable[[nn.Module], Exchange]) -> Callable[[nn.Module], Exchange]:
+    def captured(model: nn.Module) -> Exchange:
+        if dist.get_backend() != "nccl":
+            raise Unavailable("CUDA graphs need a GPU")
+        exchange = build(model)
+        exchange.captured = True
+        return exchange
+
+    return captured
 
 
 def _ddp(register: Callable[[DistributedDataParallel], None]) -> Callable[[nn.Module], Exchange]:
@@ -106,6 +129,7 @@ def _topk(density: float, **choices: Any) -> Callable[[nn.Module], Exchange]:
 
 EXCHANGES: dict[str, Callable[[nn.Module], Exchange]] = {
     "nocomm": _nocomm,
+    "in_step": _in_step,
     "ddp": _ddp(_plain),
     "ddp_bf16": _ddp(_bf16),
     "powersgd1": _ddp(_powersgd(1)),
@@ -113,7 +137,10 @@ EXCHANGES: dict[str, Callable[[nn.Module], Exchange]] = {
     "topk0.001": _topk(0.001),
     "topk0.01": _topk(0.01),
     "topk0.001_bf16": _topk(0.001, wire_dtype=torch.bfloat16),
+    "nocomm_graph": _graph(_nocomm),
+    "topk0.001_graph": _graph(_topk(0.001)),
 }
+ALONE = {"nocomm", "in_step", "nocomm_graph"}  # every rank has parameters of its own
 
 
 def bits(parameters: list[nn.Parameter]) -> torch.Tensor:

@@ -1,7 +1,11 @@
 """The gate before any row: does the shaped network carry what its nominal rate says, in short bursts and in bulk?
 
-    all_gather of 0.2 and 0.6 MB a rank after 20 ms of idleness    0.80 to 1.05 of nominal
+    all_gather of 0.2 and 0.6 MB a rank after 20 ms of idleness    at most 1.05 of nominal
     all_reduce of 100 MB                                           0.85 to 1.00 of nominal
+
+Short messages are held to the upper bound alone: no burst may cross unshaped. How far they stay below it is latency of
+this host's network stack (docs/decisions/0012-link-gate.md), which a row of short messages suffers and a row of long
+ones does not; it stands in the record.
 
 A rate is bytes that cross a node's link in one direction, over time. How many cross depends on NCCL's algorithm: a
 ring moves (W - 1) x bytes or 2 (W - 1) / W x bytes over every link; the fewest that any algorithm could do with, N
@@ -23,7 +27,7 @@ _SPIN = 0.001  # seconds; sleeping is not exact
 # Label -> (bytes a rank, repeats)
 GATHERS = {"gather_0.2mb": (200_000, 15), "gather_0.6mb": (600_000, 15)}
 REDUCES = {"reduce_100mb": (100_000_000, 3)}
-BOUNDS = dict.fromkeys(GATHERS, (0.80, 1.05)) | dict.fromkeys(REDUCES, (0.85, 1.00))  # shares of nominal
+BOUNDS = dict.fromkeys(GATHERS, (0.0, 1.05)) | dict.fromkeys(REDUCES, (0.85, 1.00))  # shares of nominal
 
 
 def probe(device: torch.device, quick: bool) -> dict[str, float]:

@@ -31,13 +31,13 @@ import harness
 import linkgate
 import models
 import records
-from exchanges import EXCHANGES
+from exchanges import ALONE, EXCHANGES
 from harness import log, quantile
 from nodes import HostNetwork, Network, Nodes
 from rankset import CellError, Hung, RankSet, Unavailable
 
-FEW = ("nocomm", "ddp_bf16", "powersgd1", "topk0.001")
-ON_NVLINK = ("nocomm", "ddp", "ddp_bf16", "powersgd1", "topk0.001")
+FEW = ("nocomm", "in_step", "ddp_bf16", "powersgd1", "topk0.001", "nocomm_graph", "topk0.001_graph")
+ON_NVLINK = ("nocomm", "in_step", "ddp", "ddp_bf16", "powersgd1", "topk0.001", "nocomm_graph", "topk0.001_graph")
 ON_2X2 = ("nocomm", "ddp", "ddp_bf16", "topk0.001")
 ALL_ROWS_AT = 10_000  # Mbit/s
 TRACED = ("resnet50", "topk0.001", ALL_ROWS_AT)
@@ -237,9 +237,10 @@ class Set:
         self, case: str, row: str, timed: list[list[float]], check: list[dict[str, Any]], gate: dict[str, Any]
     ) -> None:
         ms = quantile(timed[0], 0.5)
-        if row == "nocomm":
-            self.bench.nocomm_ms[case] = ms
-        alone = self.bench.nocomm_ms.get(case)
+        graph = "_graph" if row.endswith("_graph") else ""
+        if row == f"nocomm{graph}":
+            self.bench.nocomm_ms[case + graph] = ms
+        alone = self.bench.nocomm_ms.get(case + graph)  # eager rows against eager, replays against replays
         facts, first = self.facts, check[0]
         self.bench.record(
             bench="netlab",
@@ -257,7 +258,7 @@ class Set:
             nccl=self.ranks.transport(),
             loss_first=first["loss_first"],
             loss_last=first["loss_last"],
-            identical=None if row == "nocomm" else first["identical"],
+            identical=None if row in ALONE else first["identical"],
             **first["sent"],
             **facts,
             mfu=models.utilisation(facts["flops"], ms, facts["peak_tflops"]) if facts["flops"] else None,
@@ -308,7 +309,7 @@ def refused(row: str, check: Sequence[dict[str, Any]]) -> str | None:
     losses = [rank[name] for rank in check for name in ("loss_first", "loss_last")]
     if not all(map(math.isfinite, losses)):
         return f"losses are not finite: {losses}"
-    if row != "nocomm" and not all(rank["identical"] for rank in check):
+    if row not in ALONE and not all(rank["identical"] for rank in check):
         return "parameters differ between ranks"
     return None
 

@@ -42,6 +42,8 @@ def serve(connection: Connection, do: Callable[[str], Callable[..., Any]]) -> No
 class Rank:
     """A training, the row that exchanges its gradients at present, and what is measured of it."""
 
+    replay: Callable[[], Any] | None = None
+
     def __init__(self, device: str, quick: bool) -> None:
         import torch
         import torch.distributed as dist
@@ -79,6 +81,7 @@ class Rank:
         """Start from the initial weights, with this way of exchanging, and settle."""
         import exchanges
 
+        self.replay = None
         self.training.model.load_state_dict(self.initial)
         self.exchange = exchanges.EXCHANGES[row](self.training.model)
         self.steps = 0
@@ -86,9 +89,30 @@ class Rank:
         for _ in range(exchanges.SETTLING_STEPS - 1):
             self.step()
         self._synchronise()
+        if self.exchange.captured:
+            self._capture()
+
+    def _capture(self) -> None:
+        """From here on a step is a replay, of the batch that comes next."""
+        import torch
+
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # autograd's nodes of parameters belong to the stream of their first use
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        self._synchronise()
+        # NCCL's watchdog asks for events while we capture: only this thread's calls are to be safe.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            loss = self.step()
+        self.replay = lambda: (graph.replay(), loss)[1]
 
     def step(self) -> Any:
         """One training step; the loss."""
+        if self.replay is not None:
+            self.loss_last = self.replay()
+            return self.loss_last
         from torch.profiler import record_function
 
         self.exchange.optimizer.zero_grad(set_to_none=True)
@@ -134,6 +158,7 @@ class Rank:
 
     def release(self) -> None:
         """Make the model free for the next row; also after a failure at any point."""
+        self.replay = None
         if hasattr(self, "exchange"):
             self.exchange.release()
             del self.exchange

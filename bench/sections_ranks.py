@@ -34,6 +34,7 @@ def nvlink(book: Book) -> str | None:
 
 ROWS = {
     "nocomm": "no communication",
+    "in_step": "ranks in step, one number sent",
     "ddp": "DDP",
     "ddp_bf16": "DDP, bf16 hook",
     "ddp_fp16": "DDP, fp16 hook",
@@ -42,6 +43,8 @@ ROWS = {
     "topk0.01": "fusedcomp, TopK(0.01)",
     "topk0.001": "fusedcomp, TopK(0.001)",
     "topk0.001_bf16": "the same, bf16 on the wire",
+    "nocomm_graph": "no communication, CUDA graph",
+    "topk0.001_graph": "TopK(0.001), CUDA graph",
 }
 
 
