@@ -134,7 +134,12 @@ def _link(rate: float) -> str:
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
-METHODS = {"dense": "dense SGD", "topk0.01": "SGD + TopK(0.01)", "lars_topk0.01": "LARS + TopK(0.01)"}
+METHODS = {
+    "dense": "dense SGD",
+    "topk0.01": "SGD + TopK(0.01)",
+    "topk0.01_bf16": "the same, bf16 states and wire",
+    "lars_topk0.01": "LARS + TopK(0.01)",
+}
 
 
 def training_runs(book: Book, case: str) -> dict[str, list[Record]]:

@@ -18,9 +18,17 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
+
 import records
+from fusedcomp import TopK
 from fusedcomp.demo import DATASETS, data, model, ranks, train
 
+_BF16 = TopK(density=0.01, wire_dtype=torch.bfloat16)
+METHODS = (
+    *train.METHODS,
+    train.Method("topk0.01_bf16", "the same, bf16 states and wire", 0.2, _BF16, state_dtype=torch.bfloat16),
+)
 GRID = (0.05, 0.1, 0.2, 0.4)
 MARGIN = 1.0  # points of mean test accuracy that a compressed method may lie below dense
 
@@ -33,7 +41,7 @@ def main() -> None:
     epochs = arguments.epochs or length.epochs
     jobs = [
         train.Job(dataclasses.replace(method, lr=lr), epochs, length.batch, seed)
-        for method, lr, seed in itertools.product(train.METHODS, GRID, range(arguments.seeds))
+        for method, lr, seed in itertools.product(METHODS, GRID, range(arguments.seeds))
     ]
     runs = []
     for job, outcome in _train(arguments.dataset, jobs):
@@ -44,7 +52,7 @@ def main() -> None:
             f"validation {outcome.validation_accuracy:.2%}, {outcome.seconds:.1f} s",
             flush=True,
         )
-    chosen = {method.provider: _best(runs, method.provider) for method in train.METHODS}
+    chosen = {method.provider: _best(runs, method.provider) for method in METHODS}
     for job, outcome in itertools.chain.from_iterable(chosen.values()):
         _record(arguments, job, outcome, "test_accuracy", outcome.test_accuracy)
     _print_grid(runs)
@@ -83,6 +91,7 @@ def _record(arguments: argparse.Namespace, job: train.Job, outcome: train.Outcom
         weight_decay=train.WEIGHT_DECAY,
         trust_coefficient=train.TRUST_COEFFICIENT if job.method.lars else None,
         compressor=repr(job.method.compressor),
+        state_dtype=str(job.method.state_dtype).removeprefix("torch."),
         seed=job.seed,
         epochs=job.epochs,
         steps=outcome.steps,
@@ -111,14 +120,14 @@ def _validation(runs: Sequence[Run]) -> float:
 
 def _print_grid(runs: Sequence[Run]) -> None:
     print("\nmean validation accuracy, %", *(f"lr {lr:g}".rjust(9) for lr in GRID))
-    for method in train.METHODS:
+    for method in METHODS:
         means = (_validation(_at(runs, method.provider, lr)) for lr in GRID)
         print(method.title.ljust(27), *(f"{100 * mean:9.2f}" for mean in means))
 
 
 def _print_summary(chosen: dict[str, list[Run]]) -> None:
     print(
-        f"\n{'':20}{'lr':>5}{'test accuracy, %':>20}{'against dense':>16}{'MB per rank':>14}{'ratio':>8}{'seconds':>10}"
+        f"\n{'':31}{'lr':>5}{'test accuracy, %':>20}{'against dense':>16}{'MB per rank':>14}{'ratio':>8}{'seconds':>10}"
     )
     dense = _test(chosen["dense"])
     for runs in chosen.values():
@@ -126,7 +135,7 @@ def _print_summary(chosen: dict[str, list[Run]]) -> None:
         accuracies = _test(runs)
         difference = statistics.mean(accuracies) - statistics.mean(dense)
         print(
-            f"{job.method.title:20}{job.method.lr:5g}{_mean_and_sd(accuracies):>20}{difference:>+16.2f}"
+            f"{job.method.title:31}{job.method.lr:5g}{_mean_and_sd(accuracies):>20}{difference:>+16.2f}"
             f"{outcome.bytes_sent / 1e6:14.2f}{outcome.compression_ratio:8.1f}"
             f"{statistics.mean(o.seconds for _, o in runs):10.1f}"
         )

@@ -36,6 +36,7 @@ class Method:
     lr: float  # the best of bench/training.py
     compressor: Compressor
     lars: bool = False
+    state_dtype: torch.dtype = torch.float32
 
     def optimizer(self, model: nn.Module) -> fusedcomp.SGD | fusedcomp.LARS:
         """The only thing that differs between the methods."""
@@ -44,6 +45,7 @@ class Method:
             "momentum": MOMENTUM,
             "weight_decay": WEIGHT_DECAY,
             "compressor": self.compressor,
+            "state_dtype": self.state_dtype,
         }
         if self.lars:
             return fusedcomp.LARS(model.parameters(), trust_coefficient=TRUST_COEFFICIENT, **common)
