@@ -41,7 +41,8 @@ class TopK:
             depend on bucket sizes; ``"bucket"`` lets layers compete and reached higher accuracy in our trials.
         wire_dtype: type of the values sent: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``. Two bytes
             instead of four; what rounding loses stays in the residual, bit for bit. A value beyond what the type holds
-            (65504 in fp16) is sent as its largest and the rest stays, exactly below 2**29.
+            (65504 in fp16) is sent as its largest and the rest stays, exactly below 2**29. One below what the type
+            resolves (3e-8 in fp16) is sent as 0 and stays. A bucket that goes dense travels in fp32 whatever this says.
 
     Raises:
         ValueError: an argument is out of range.

@@ -374,14 +374,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
         unsent gradient: it is zeroed here, with a warning. As lr does, compressor and memory come from the file.
 
         Raises:
-            ValueError: other param groups, or a format this version does not know.
+            ValueError: other param groups, a format this version does not know, or choices in the file that this
+                optimizer would refuse at construction. Nothing has been loaded then.
         """
         self._refuse_if_launched("load_state_dict()")
         decoded, step, own = checkpoint.decode(state_dict, self.param_groups, self._group)
+        for packed in decoded["param_groups"]:
+            self._resolve(packed)
+            checks.group(packed, type(self).__name__, self._settings.state_dtype)
         super().load_state_dict(decoded)
         self._step = step
-        for group in self.param_groups:
-            self._resolve(group)
         # Not self.state: torch has cast what it took to the type of the parameter.
         loaded = {
             param: decoded["state"].get(key, {})

@@ -111,7 +111,10 @@ class DenseExchange(_Exchange):
         super().__init__(bucket, group, status)
         if with_momentum:
             bucket.add_state("momentum_buffer")
-        self.mean_norms = torch.zeros((2, len(bucket.segments.numels)), device=bucket.device)  # of the mean gradient
+        if bucket.treatment.trust:
+            self.mean_norms = torch.zeros(
+                (2, len(bucket.segments.numels)), device=bucket.device
+            )  # of the mean gradient
         self.reduced = Reduced.allocate(bucket, with_norms=False)
 
     def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
@@ -414,15 +417,17 @@ class SparseExchange(_Exchange):
     def metrics(self) -> dict[str, Tensor]:
         """Device tensors about the last step; see ``optim``."""
         segments = self.bucket.segments
-        if self.dense_step:
-            nnz = torch.full((), segments.numel, dtype=torch.int64, device=self.bucket.device)
+        if self.dense_step or self.density == 0.0:  # there was no step yet
+            sent = segments.numel if self.dense_step else 0
+            nnz = torch.full((), sent, dtype=torch.int64, device=self.bucket.device)
             candidates = overflow = torch.zeros_like(nnz)
             threshold = torch.zeros(len(self.thresholds), device=self.bucket.device)
         else:
             nnz = self.buffers.payload.starts[0, -1].long()
             candidates = self.offsets[-1].clone()
             overflow = (candidates - self.buffers.keys.numel()).clamp(min=0)
-            threshold = (self.thresholds >> 32).to(torch.int32).view(torch.float32)
+            hashed = 48 if self.residual.itemsize == 2 else 32  # the key's bits below the magnitude (kernels/keys.py)
+            threshold = (self.thresholds >> hashed << hashed - 32).to(torch.int32).view(torch.float32)
         square = torch.linalg.vector_norm(self.residual, dtype=torch.float32).square()
         return {
             "nnz": nnz,

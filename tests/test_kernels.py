@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomp import SGD, TopK
 from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import BLOCK, Operands
 from kernel_cases import POISON, SIZES, Case, build, scratch
@@ -458,6 +459,25 @@ def test_headers_and_trailers(segments: int, failed: bool) -> None:
             getattr(modules["headers"], read)(source, status, found)
             assert found.tolist() == expected
             assert status.tolist() == [1, int(failed)]
+
+
+def test_a_step_done_again_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same scratch, from the same states and step: no launch takes for its own what another left."""
+    monkeypatch.setenv("FUSEDCOMP_OPS", "kernels")
+    numel = 40_000_000 if DEVICE == "cuda" else 5000
+    param = torch.nn.Parameter(torch.zeros(numel, device=DEVICE))
+    optimizer = SGD([param], lr=0.0, momentum=0.9, compressor=TopK(0.01), _always_sparse=True)
+    exchange = optimizer._exchanges[0]
+    generator, payloads = torch.Generator(DEVICE).manual_seed(0), []
+    gradients = [torch.randn(numel, device=DEVICE, generator=generator) for _ in range(2)]
+    for number in (0, 1, 0, 1, 0, 1):
+        for state in (exchange.velocity, exchange.residual, exchange.seed):
+            state.zero_()
+        param.grad = gradients[number]
+        optimizer.step()
+        payloads.append(exchange.buffers.own.clone())
+    assert not torch.equal(payloads[0], payloads[1])
+    assert all(torch.equal(payload, payloads[i % 2]) for i, payload in enumerate(payloads))
 
 
 def test_all_entries_get_their_turn_among_equals() -> None:

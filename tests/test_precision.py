@@ -204,6 +204,38 @@ def test_refusals(argument: str) -> None:
     assert value in str(caught.value)
 
 
+def test_a_checkpoint_cannot_bring_in_what_construction_refuses() -> None:
+    """fp16 wire from the file, bf16 states here: refused, and nothing is loaded."""
+    model, optimizer = build(wire_dtype=torch.float16)
+    train(model, optimizer, 2)
+    _, other = build(state_dtype=torch.bfloat16, wire_dtype=torch.bfloat16)
+    before = repr(other.param_groups[0]["compressor"])
+    with pytest.raises(ValueError, match=r"wire_dtype=torch\.float16 cannot go with"):
+        other.load_state_dict(optimizer.state_dict())
+    assert repr(other.param_groups[0]["compressor"]) == before
+    assert not any(v.any() for state in other.state.values() for v in state.values())
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_the_threshold_is_the_least_magnitude_sent(state_dtype: torch.dtype) -> None:
+    model, optimizer = build(state_dtype=state_dtype)
+    train(model, optimizer, 3)
+    thresholds = iter(optimizer.metrics()["threshold"].tolist())
+    for exchange in optimizer._exchanges:
+        if isinstance(exchange, SparseExchange):
+            assert float(exchange.buffers.payload.values.float().abs().min()) == next(thresholds)
+
+
+def test_metrics_before_the_first_step_and_after_loading() -> None:
+    model, optimizer = build()
+    for _ in range(2):
+        metrics = optimizer.metrics()
+        assert int(metrics["nnz"]) == int(metrics["candidates"]) == int(metrics["overflow"]) == 0
+        train(model, optimizer, 1)
+        assert int(optimizer.metrics()["nnz"]) > 0
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_parameters_converted_later_are_refused() -> None:
     model, optimizer = build()
     model.to(torch.bfloat16)
