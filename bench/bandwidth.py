@@ -16,7 +16,7 @@ from torch import Tensor
 
 import harness  # noqa: F401  makes the checkout importable
 from fusedcomp.kernels._launch import launch
-from fusedcomp.kernels.segments import BLOCK, Operands, Segments, memory_order
+from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments, memory_order
 
 
 @triton.jit
@@ -51,9 +51,9 @@ def _store_state(pointers, values, HALF: tl.constexpr):
 def _bandwidth_twin_kernel(
     block_table_ptr, address_ptr, numel_ptr,  # in
     velocity_ptr, residual_ptr,  # in-out
-    counts_ptr,  # out
+    counts_ptr, marks_ptr,  # out
     momentum, weight_decay, num_segments,
-    HAS_DECAY: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_DECAY: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -72,6 +72,7 @@ def _bandwidth_twin_kernel(
     _store_state(velocity_ptr + index, velocity, HALF)
     _store_state(residual_ptr + index, residual + velocity, HALF)
     tl.store(counts_ptr + block, extent)
+    tl.store(marks_ptr + block * WORDS + tl.arange(0, WORDS), tl.zeros((WORDS,), tl.int32))
 
 
 def move(
@@ -80,13 +81,14 @@ def move(
     velocity: Tensor,  # in-out: f32, or the bits of bf16 as i16 (padded,)
     residual: Tensor,  # in-out: of the same type (padded,)
     counts: Tensor,  # out: integers (blocks,)
+    marks: Tensor,  # out: i32 (blocks, WORDS)
     *,
     momentum: float | None,
     weight_decay: float,
 ) -> None:
     """Move what one launch of the pass moves. ``momentum=None``: the bandwidth twin; else ``accumulate``."""
     if residual.is_cuda:
-        move_by_kernel(segments, operands, velocity, residual, counts, momentum, weight_decay)
+        move_by_kernel(segments, operands, velocity, residual, counts, marks, momentum, weight_decay)
     else:
         move_in_torch(segments.slices, operands, velocity, residual, momentum, weight_decay)
 
@@ -97,6 +99,7 @@ def move_by_kernel(
     velocity: Tensor,
     residual: Tensor,
     counts: Tensor,
+    marks: Tensor,
     momentum: float | None,
     weight_decay: float,
 ) -> None:
@@ -104,10 +107,10 @@ def move_by_kernel(
         _bandwidth_twin_kernel, segments.num_blocks, residual,
         segments.block_table, operands.addresses, segments.numel_table,
         velocity, residual,
-        counts,
+        counts, marks,
         momentum or 0.0, weight_decay, len(segments.numels),
         HAS_DECAY=weight_decay != 0.0, HAS_MOMENTUM=momentum is not None, HALF=velocity.dtype != torch.float32,
-        BLOCK=BLOCK,
+        WORDS=WORDS, BLOCK=BLOCK,
     )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ class Passes:
     def move(self, momentum: float | None) -> None:
         for _, named in self.calls:
             bandwidth.move(
-                named["segments"], named["operands"], named["velocity_out"], named["residual_out"], named["counts"],
-                momentum=momentum, weight_decay=self.decay,
+                named["segments"], named["operands"], named["velocity_out"], named["residual_out"],
+                named["counts"], named["marks"], momentum=momentum, weight_decay=self.decay,
             )  # fmt: skip
 
 
@@ -167,6 +167,8 @@ def record_counts(case: Case, frozen: Frozen) -> None:
         "nnz": sum(int(m["nnz"]) for m in metrics),
         "overflow": sum(int(m["overflow"]) for m in metrics),
         "payload_bytes": sum(e.buffers.layout.nbytes for e in frozen.sparse),
+        "sent_bytes": sum(e.buffers.layout.nbytes for e in frozen.sparse)
+        + sum(e.reduced.whole.nbytes for e in frozen.dense),
         "dense_bytes": 4 * (frozen.numel_sparse + frozen.numel_dense),
     }
     if all("candidates" in m for m in metrics):

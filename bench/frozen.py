@@ -74,6 +74,7 @@ class Frozen:
         for exchange, received in zip(self.sparse, self.received, strict=True):
             exchange.buffers.received = received[-ranks:]
             exchange.buffers.payloads = exchange.buffers.layout.views(received[-ranks:])
+            exchange.buffers.payloads.header[:, 3] = exchange.seed  # the step, on which ranks agree
         for exchange in self.exchanges:
             exchange.group = _RecordedRanks(ranks)  # type: ignore[assignment]
 

@@ -80,13 +80,16 @@ class CudaClock:
         """Keep the device busy, so that the host has queued what follows before it starts."""
         torch.cuda._sleep(int(min(seconds, _LONGEST_HOLD) * _CYCLES_PER_SECOND))
 
-    def graph(self, run: Callable[[], Any]) -> Callable[[], Any]:
+    def graph(self, run: Callable[[], Any], reset: Callable[[], Any]) -> Callable[[], Any]:
         """Capture ``run``, which must have run before (lazy compilation); the replay keeps the graph alive."""
+        reset()
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             run()
         current.wait_stream(side)
+        self.synchronise()
+        reset()
         self.synchronise()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -121,7 +124,8 @@ class HostClock:
     def hold(self, seconds: float) -> None:
         pass
 
-    def graph(self, run: Callable[[], Any]) -> Callable[[], Any]:
+    def graph(self, run: Callable[[], Any], reset: Callable[[], Any]) -> Callable[[], Any]:
+        reset()
         run()
         return run
 
@@ -184,7 +188,7 @@ def ready(clock: Clock, variants: Sequence[Variant]) -> list[Variant]:
             with time_limit(_FIRST_CALL_SECONDS):
                 run()
             if variant.timing == "graph":
-                run = clock.graph(run)
+                run = clock.graph(run, variant.reset)
             clock.synchronise()
             kept.append(replace(variant, run=run))
         except Exception as error:

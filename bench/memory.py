@@ -62,7 +62,7 @@ def model(case: str, device: torch.device, quick: bool) -> list[nn.Parameter]:
     return params
 
 
-SCRATCH = 0.3  # at density 0.001: staging rows of 256 bytes a block, three words a candidate
+SCRATCH = 0.3  # at density 0.001: marks of 256 bytes a block, three words a candidate
 
 
 def documented(optimizer: Any, half: bool) -> float:

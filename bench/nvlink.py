@@ -100,7 +100,7 @@ class Flat100M:
         rows: dict[str, Row] = {}
         for name, own in reversed(self.contestants.items()):
             try:
-                rows[name] = self._timed(own, self.clock.graph(own.step))
+                rows[name] = self._timed(own, self.clock.graph(own.step, own.refill))
             except Exception as error:
                 rows[name] = {"reason": f"{type(error).__name__}: {error}"[:500]}
         return rows

@@ -61,10 +61,10 @@ def step(book: Book) -> str | None:
     lines = []
     for case, name in CASES.items():
         if any(rows[case]):
-            payload = book.ms("compress", case, "fusedcomp_fp32", "payload_bytes")
-            sent = f"{number(payload, 2, 1e-6)} MB" if payload else "-"
-            lines.append([name, *(number(rows[case][i]) for i in kept), sent])
-    header = ["ms", *(list(columns)[i] for i in kept), "payload, compressed parameters only"]
+            sent, dense = (book.ms("compress", case, "fusedcomp_fp32", f"{what}_bytes") for what in ("sent", "dense"))
+            traffic = f"{number(sent, 2, 1e-6)} of {number(dense, 0, 1e-6)} MB" if sent and dense else "-"
+            lines.append([name, *(number(rows[case][i]) for i in kept), traffic])
+    header = ["ms", *(list(columns)[i] for i in kept), "sent by a rank, of its gradients"]
     note = (
         f"Density {found[0]['density']}, fp32, states after {found[0]['train_steps']} training steps. Eager DGC "
         f"is the same algorithm as a chain of torch operations on one flat vector. {origin(found)}"

@@ -41,8 +41,8 @@ class Bucket:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.params[0].device
+        """Where the parameters were when the bucket was built."""
+        return self.operands.addresses.device
 
     def add_state(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """A new flat state of zeros."""

@@ -13,6 +13,7 @@ from fusedcomp.compressors import encode as encode_record
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
 
 CHECKPOINT_VERSION = 1
+_REQUIRED = ("lr", "momentum", "weight_decay", "nesterov", "maximize")  # torch.optim.SGD's groups have them too
 _STATES = {"velocity", "residual", "momentum_buffer", "grad_square_norm", "param_square_norm"}
 _RECORDS = {record.__name__: record for record in (TopK, Identity, MomentumCorrection, Residual, NoMemory)}
 
@@ -38,6 +39,9 @@ def decode(
     if foreign:
         raise ValueError(f"the checkpoint is not one of SGD or LARS: it holds {sorted(foreign)}")
     saved = [dict(packed) for packed in state_dict["param_groups"]]
+    missing = [key for packed in saved for key in _REQUIRED if key not in packed]
+    if missing:
+        raise ValueError(f"the checkpoint is not one of SGD or LARS: a param group has no {missing[0]!r}")
     origins = [packed.pop("fusedcomp", None) for packed in saved]
     for packed, current in zip(saved, groups, strict=False):
         for key, value in current.items():

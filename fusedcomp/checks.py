@@ -19,6 +19,9 @@ _TORCH_ONLY = {
     "differentiable": (False, False, "the step is not recorded by autograd"),
 }
 
+# What holds for the whole optimizer: in a param group it would be ignored.
+_CONSTRUCTOR_ONLY = ("process_group", "overlap", "bucket_cap_mb", "state_dtype", "always_sparse")
+
 
 def torch_only(given: Mapping[str, Any], name: str) -> None:
     """Refuse arguments of torch.optim.SGD that cannot be honoured."""
@@ -44,6 +47,12 @@ def state_dtype(value: Any) -> None:
 
 def group(group: Mapping[str, Any], name: str, states: torch.dtype) -> None:
     """Check the numbers and records of one param group."""
+    for argument in _CONSTRUCTOR_ONLY:
+        if argument in group:
+            raise ValueError(
+                f"{name}: {argument} is the constructor's, for all param groups alike; one of them has "
+                f"{argument}={group[argument]!r}"
+            )
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:

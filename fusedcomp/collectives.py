@@ -1,7 +1,8 @@
 """Collectives: how payloads travel. A group of ranks, of one where torch.distributed is not initialised."""
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -76,17 +77,32 @@ class Group:
         for tensor in tensors:
             dist.broadcast(tensor, source, group=self.process_group)
 
-    def agree(self, settings: Mapping[str, str], device: torch.device) -> None:
+    def _gather_objects(self, mine: Any, device: torch.device | None) -> list[Any]:
+        """What every rank gave, by rank; NCCL gathers objects on the current device, unless another is named."""
+        everyone = [mine] * self.world_size
+        if self.world_size > 1:
+            with torch.cuda.device(device if device is not None and device.type == "cuda" else -1):
+                dist.all_gather_object(everyone, mine, group=self.process_group)
+        return everyone
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Checks ahead of ``agree``: where they raise, the peers that are in ``agree`` already are told, and raise."""
+        try:
+            yield
+        except Exception:
+            self._gather_objects(None, None)  # on the current device: parameters may be what is refused
+            raise
+
+    def agree(self, settings: Mapping[str, str], device: torch.device | None) -> None:
         """Compare ``settings`` over ranks; all ranks raise alike, naming the first field that differs.
 
         Raises:
-            ValueError: a field differs between rank 0 and another rank.
+            ValueError: a field differs between rank 0 and another rank, or a rank is in ``refusing``.
         """
-        if self.world_size == 1:
-            return
-        everyone: list[Mapping[str, str]] = [{}] * self.world_size
-        with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL gathers objects on the current device
-            dist.all_gather_object(everyone, dict(settings), group=self.process_group)
+        everyone = self._gather_objects(dict(settings), device)
+        if None in everyone:
+            raise ValueError(f"rank {everyone.index(None)} refused its arguments; its own error says why")
         for rank, other in enumerate(everyone):
             for field in [*everyone[0], *(f for f in other if f not in everyone[0])]:
                 mine, theirs = everyone[0].get(field, "nothing"), other.get(field, "nothing")

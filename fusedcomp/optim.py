@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomp import checks
 from fusedcomp.compressors import Compressor
 from fusedcomp.memories import Memory
 from fusedcomp.optimizer import CompressedOptimizer
@@ -76,7 +75,6 @@ class SGD(CompressedOptimizer):
         _always_sparse: bool = False,
         **torch_only: Any,
     ) -> None:
-        checks.torch_only({"dampening": dampening, **torch_only}, "SGD")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -88,7 +86,7 @@ class SGD(CompressedOptimizer):
         }
         super().__init__(
             params, defaults, process_group=process_group, overlap=overlap, bucket_cap_mb=bucket_cap_mb,
-            state_dtype=state_dtype, always_sparse=_always_sparse,
+            state_dtype=state_dtype, always_sparse=_always_sparse, torch_only={"dampening": dampening, **torch_only},
         )  # fmt: skip
 
 
@@ -102,7 +100,8 @@ class LARS(CompressedOptimizer):
     Uncompressed parameters use the norm of the mean gradient, as published. Compressed ones have the ratio inside the
     one pass, from the last step's norms: the root mean square over ranks of the local gradient norms, which is 1.2 to
     3 times the norm of the mean at 4 to 64 ranks. The trust coefficient is therefore relative to the batch per rank.
-    A parameter without a norm yet uses its own rank's norm of that step.
+    A parameter without a norm yet uses its own rank's norm of that step. A known gradient norm falls by at most half
+    in a step, so that after one tiny gradient the next update is at most twice a usual one.
 
     Args:
         params: as for ``SGD``.
@@ -150,7 +149,6 @@ class LARS(CompressedOptimizer):
         _always_sparse: bool = False,
         **torch_only: Any,
     ) -> None:
-        checks.torch_only({"dampening": dampening, **torch_only}, "LARS")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -166,5 +164,5 @@ class LARS(CompressedOptimizer):
         }
         super().__init__(
             params, defaults, process_group=process_group, overlap=overlap, bucket_cap_mb=bucket_cap_mb,
-            state_dtype=state_dtype, always_sparse=_always_sparse,
+            state_dtype=state_dtype, always_sparse=_always_sparse, torch_only={"dampening": dampening, **torch_only},
         )  # fmt: skip

@@ -7,8 +7,9 @@ optimizer.step()    # wait, then apply what all ranks sent
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomp import checkpoint, checks
+from fusedcomp import checkpoint, checks, metrics
 from fusedcomp.buckets import Bucket, Treatment, copy_states, plan_buckets, positions
 from fusedcomp.collectives import Group
 from fusedcomp.compressors import Identity, TopK
+from fusedcomp.kernels.headers import RANKS_DIFFER
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.memories import MomentumCorrection, Residual
 from fusedcomp.overlap import Backward
@@ -52,14 +54,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float,
         state_dtype: torch.dtype,
         always_sparse: bool,
+        torch_only: Mapping[str, Any],
     ) -> None:
-        checks.positive("bucket_cap_mb", bucket_cap_mb)
-        checks.state_dtype(state_dtype)
-        self._settings = Settings(process_group, bool(overlap), float(bucket_cap_mb), state_dtype, always_sparse)
         self._ready = False
         self._step = 0
         self._group = Group(process_group)
-        super().__init__(params, defaults)
+        with self._group.refusing():
+            checks.torch_only(torch_only, type(self).__name__)
+            checks.positive("bucket_cap_mb", bucket_cap_mb)
+            checks.state_dtype(state_dtype)
+            self._settings = Settings(process_group, bool(overlap), float(bucket_cap_mb), state_dtype, always_sparse)
+            super().__init__(params, defaults)
         self._agree_and_broadcast(self.param_groups)
         self._group = self._group.private()
         self._build({})
@@ -71,16 +76,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Add parameters; on several ranks all must call it alike. Their values are broadcast from rank 0."""
         if self._ready:
             self._refuse_if_launched("add_param_group()")
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        known = len(self.param_groups)
         try:
-            self._resolve(group)
-            checks.group(group, type(self).__name__, self._settings.state_dtype)
-            checks.parameters([p for g in self.param_groups for p in g["params"]], self.name_of)
+            with self._group.refusing() if self._ready else contextlib.nullcontext():  # the constructor's own holds
+                super().add_param_group(param_group)
+                group = self.param_groups[-1]
+                self._resolve(group)
+                checks.group(group, type(self).__name__, self._settings.state_dtype)
+                checks.parameters([p for g in self.param_groups for p in g["params"]], self.name_of)
             if self._ready:
                 self._agree_and_broadcast([group])
         except Exception:
-            self.param_groups.pop()
+            del self.param_groups[known:]
             raise
         if self._ready:
             self._build(dict(self.state))
@@ -94,9 +101,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _agree_and_broadcast(self, groups: Sequence[dict[str, Any]]) -> None:
         params = [p for group in groups for p in group["params"]]
-        if not params:
-            return
-        device = params[0].device
+        device = params[0].device if params else None
         settings = dataclasses.asdict(dataclasses.replace(self._settings, process_group=None))
         self._group.agree(checks.fingerprint(type(self).__name__, groups, settings, self.name_of), device)
         self._group.broadcast([p.detach() for p in params if p.numel() > 0])
@@ -122,8 +127,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         scopes = [getattr(g["compressor"], "scope", "bucket") == "tensor" for g in self.param_groups]
         self._buckets = plan_buckets(params, int(self._settings.bucket_cap_mb * 2**20), scopes)
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
-        self._status = torch.zeros(2, dtype=torch.int32, device=device)
-        self._seen_status = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = device
+        # Pinned, so that kernels write where the host reads, in the rare step in which there is something to write; by
+        # the numbers' address, for indexing a tensor takes 30 microseconds of every step.
+        self._status = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._said = (ctypes.c_int32 * 2).from_address(self._status.data_ptr())
         self._lr = [torch.zeros(1, device=device) for _ in self.param_groups]
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
@@ -147,6 +155,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
             bucket, self._group, self._status, group["compressor"], group["memory"], with_momentum,
             self._settings.state_dtype, self._settings.always_sparse, sums, self._step,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        """As torch's, and the settings that all param groups share."""
+        shown = ("state_dtype", "overlap", "bucket_cap_mb")
+        lines = "".join(f"    {name}: {getattr(self._settings, name)}\n" for name in shown)
+        return f"{super().__repr__().removesuffix(')')}\nAll Groups\n{lines})"
 
     def name_of(self, param: Tensor) -> str:
         """A parameter's name for messages."""
@@ -196,7 +210,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() after such a change, before backward(): it plans the buckets anew"
             )
         warmup = getattr(self.param_groups[group]["compressor"], "warmup_steps", 0)
-        if self._step < warmup and self._status.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._step < warmup and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"a CUDA graph was to be captured in step {self._step} of TopK's {warmup} warmup_steps; its replays "
                 "would keep this step's density: capture after the warm-up"
@@ -214,7 +228,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss (runs with gradients enabled).
 
         Raises:
-            RuntimeError: gradients were changed since backward (see ``overlap.py``), or another rank failed.
+            RuntimeError: gradients were changed since backward (see ``overlap.py``), another rank failed, or ranks
+                encode their payloads differently.
         """
         self._raise_if_peer_failed()
         loss = None
@@ -228,7 +243,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._raise_if_peer_failed()
         return loss
 
-    def _finish(self) -> None:
+    def _finish(self, apply: bool = True) -> None:
         """Wait for all buckets, apply them, be ready for the next step."""
         self._mirror_lr()
         if self._backward.side is not None:
@@ -236,9 +251,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for exchange in self._exchanges:
             self._wait(exchange)
         for exchange in self._exchanges:  # no bucket is applied before all are here
-            exchange.apply(self._hyper(exchange.bucket.treatment.group))
+            if apply:
+                exchange.apply(self._hyper(exchange.bucket.treatment.group))
             exchange.bucket.operands.release()
-        self._seen_status.copy_(self._status, non_blocking=True)
         self._step += 1
         self._backward.reset()
 
@@ -257,21 +272,29 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Finish the step with empty payloads for what was not launched, so that no peer waits; then raise."""
         for exchange in self._exchanges[self._backward.next :]:
             exchange.launch_nothing(self._step)
-        self._finish()
+        changed = self._backward.changed()
+        self._finish(apply=changed is None)  # a kernel would write past a parameter that became smaller
         self._forget_failure()  # the peers raise because of us; we raise here
-        raise RuntimeError(message)
+        raise RuntimeError(changed or message)
 
     def _forget_failure(self) -> None:
-        if self._status.is_cuda:
-            torch.cuda.synchronize(self._status.device)  # copies of the status on their way would raise it once more
-        self._status[1] = 0
-        self._seen_status[1] = 0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what is on its way would say it once more
+        self._said[1] = 0
 
     def _raise_if_peer_failed(self) -> None:
-        """On CPU at once; on CUDA as soon as the copy of the status has arrived, without waiting for it."""
-        if self._seen_status[1] == 0:
+        """On CPU at once; on CUDA as soon as the device has got there, without waiting for it."""
+        said = self._said[1]
+        if said == 0:
             return
         self._forget_failure()
+        if said & RANKS_DIFFER.value:
+            raise RuntimeError(
+                "ranks encode their payloads differently, or are at different steps, so that what was sent may have "
+                "been misread and parameters may differ between ranks. Give every rank the same compressors, and "
+                "checkpoints of the same step; then reload model and optimizer from a checkpoint, as the present "
+                "parameters cannot be trusted"
+            )
         raise RuntimeError(
             "another rank failed during the exchange; its own error says why. What had been sent was applied on all "
             "ranks alike"
@@ -325,34 +348,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """What the last step did, as tensors on the parameters' device; asks the device for nothing.
 
-        - ``bytes_dense``, ``bytes_sent``: handed to the collectives by this rank, for an fp32 all-reduce and by this
-          optimizer
+        - ``bytes_dense``: what an all-reduce of the gradients, as DDP's, would be handed by this rank
+        - ``bytes_sent``: what this optimizer handed to the collectives
         - ``nnz``: entries packed by this rank
         - ``candidates``: entries the selection looked at
         - ``overflow``: candidates beyond the buffer, kept in the residual
         - ``threshold``: the least magnitude sent, per sparse bucket (and tensor)
-        - ``residual_norm``: L2 norm of everything not sent yet on this rank
+        - ``residual_norm``: L2 norm of everything not sent yet on this rank; 0 without memory
         - ``nonfinite``: buckets that had a NaN or inf so far
         """
-        device = self._status.device
-        sparse = [e for e in self._exchanges if isinstance(e, SparseExchange)]
-        parts = [e.metrics() for e in sparse]
-        zero = torch.zeros((), device=device)
-
-        def total(name: str) -> Tensor:
-            return torch.stack([p[name] for p in parts]).sum(0) if parts else zero
-
-        dense = sum(4 * b.segments.numel for b in self._buckets)
-        return {
-            "bytes_dense": torch.full((), dense, dtype=torch.int64, device=device),
-            "bytes_sent": torch.full((), sum(e.nbytes for e in self._exchanges), dtype=torch.int64, device=device),
-            "nnz": total("nnz"),
-            "candidates": total("candidates"),
-            "overflow": total("overflow"),
-            "threshold": torch.cat([p["threshold"] for p in parts]) if parts else zero.view(1)[:0],
-            "residual_norm": total("residual_square_norm").sqrt(),
-            "nonfinite": self._status[0].clone(),
-        }
+        return metrics.of_step(self._exchanges, self._status, self._device)
 
     # ---- checkpoints, copies -----------------------------------------------------------------------------------
 

@@ -175,6 +175,9 @@ class Backward:
         """Launch the next bucket in order, after everything queued on the streams that wrote gradients."""
         index = self.next
         self.owner.admit(index)  # before the side stream has anything to wait for
+        for watched in self._watched[index]:
+            if (change := self._change(watched)) is not None:
+                self.owner.fail(change)
         if self.side is None:
             self.owner.launch(index, [self._gradient(w) for w in self._watched[index]])
         else:
@@ -185,15 +188,30 @@ class Backward:
                 self.owner.launch(index, [self._gradient(w) for w in self._watched[index]])
         self.next += 1  # not before: a launch that raised has sent nothing
 
-    def _gradient(self, watched: _Watched) -> Tensor | None:
-        """The gradient in the parameter's memory order; one copy where autograd left another layout."""
-        param = watched.param
+    def changed(self) -> str | None:
+        """What became of the first parameter that is not as it was when the optimizer was built; None: all are."""
+        return next((c for bucket in self._watched for w in bucket if (c := self._change(w)) is not None), None)
+
+    def _change(self, watched: _Watched) -> str | None:
+        param, grad = watched.param, watched.param.grad
         if param.shape != watched.shape or param.stride() != watched.stride:
-            raise RuntimeError(
+            return (
                 f"parameter {self.owner.name_of(param)} has shape {tuple(param.shape)} and stride {param.stride()}; "
                 f"when the optimizer was built it had {tuple(watched.shape)} and {watched.stride}: build it after "
                 "changing the model"
             )
+        for tensor in (param, grad):
+            if tensor is not None and (tensor.dtype is not watched.dtype or tensor.get_device() != self._device_index):
+                return (
+                    f"parameter {self.owner.name_of(param)} or its gradient is {tensor.dtype} on {tensor.device}; the "
+                    f"optimizer was built for {watched.dtype} on {self.buckets[watched.bucket].device}: build it after "
+                    "moving or converting the model"
+                )
+        return None
+
+    def _gradient(self, watched: _Watched) -> Tensor | None:
+        """The gradient in the parameter's memory order; one copy where autograd left another layout."""
+        param = watched.param
         grad = param.grad
         if grad is None:
             return None
@@ -201,12 +219,6 @@ class Backward:
             raise NotImplementedError(
                 f"the gradient of parameter {self.owner.name_of(param)} is sparse; build the layer with sparse=False "
                 "(the compressor sends only the rows that matter)"
-            )
-        if grad.dtype != watched.dtype or not grad.get_device() == param.get_device() == self._device_index:
-            raise RuntimeError(
-                f"the gradient of parameter {self.owner.name_of(param)} is {grad.dtype} on {grad.device}; the "
-                f"optimizer was built for {watched.dtype} on {self.buckets[watched.bucket].operands.addresses.device}: "
-                "build it after moving or converting the model"
             )
         if grad.stride() == watched.stride or same_layout(grad, param):
             return grad
@@ -216,8 +228,10 @@ class Backward:
         """Gradients that were handed over must be what they were."""
         for bucket in self._watched:
             for watched in bucket:
-                grad = watched.grad
-                if grad is not None and (watched.param.grad is not grad or grad._version != watched.version):
+                grad, param = watched.grad, watched.param
+                if param.dtype is not watched.dtype or (
+                    grad is not None and (param.grad is not grad or grad._version != watched.version)
+                ):
                     self.owner.fail(
                         f"the gradient of parameter {self.owner.name_of(watched.param)} was changed between backward() "
                         "and step(), after it was sent. clip_grad_norm_, GradScaler.unscale_ and other in-place "

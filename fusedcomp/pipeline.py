@@ -17,15 +17,14 @@ from torch import Tensor
 
 from fusedcomp._dispatch import ops
 from fusedcomp.buckets import Bucket
+from fusedcomp.buffers import PayloadBuffers, Reduced, sample_table
 from fusedcomp.collectives import Group
-from fusedcomp.compressors import TopK, num_samples, plan_selection
-from fusedcomp.kernels.compress import STAGE
+from fusedcomp.compressors import TopK, plan_selection
 from fusedcomp.kernels.digits import BINS
-from fusedcomp.kernels.refine import PACK, SCAN
-from fusedcomp.kernels.sample import SAMPLES
-from fusedcomp.kernels.segments import Operands, Segments
+from fusedcomp.kernels.refine import SCAN
+from fusedcomp.kernels.segments import WORDS
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
-from fusedcomp.wire import Payload, PayloadLayout, dense_is_cheaper, dense_numel
+from fusedcomp.wire import PayloadLayout, dense_is_cheaper
 
 
 @dataclass(frozen=True)
@@ -39,36 +38,6 @@ class Hyper:
     maximize: bool
     trust_coefficient: float = 0.0
     eps: float = 0.0
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A flat buffer that is summed over ranks (wire.py), and views into it."""
-
-    whole: Tensor
-    values: Tensor  # f32 (numel,)
-    trailer: Tensor  # f32 (segments + 2,)
-    norms: Tensor  # f32 (2 * segments,) or (0,)
-    as_grads: Operands  # gradients: the segments of ``values``; parameters: the bucket's
-    as_params: Operands  # parameters: the segments of ``values``
-
-    @staticmethod
-    def allocate(bucket: Bucket, with_norms: bool) -> "Reduced":
-        """A zeroed buffer for one bucket."""
-        segments = bucket.segments
-        count = len(segments.numels)
-        whole = torch.zeros(dense_numel(count, segments.numel, with_norms), device=bucket.device)
-        values, trailer, norms = whole.split([segments.numel, count + 2, len(whole) - segments.numel - count - 2])
-        views = [values[where] for where in segments.compact_slices]
-        as_grads, as_params = Operands(bucket.params), Operands(views)
-        as_grads.update(views)
-        as_params.update([None] * count)
-        return Reduced(whole, values, trailer, norms, as_grads, as_params)
-
-    def gradients(self) -> Operands:
-        """The sums as gradients beside the parameters, wherever those are by now."""
-        self.as_grads.update(self.as_grads.grads)
-        return self.as_grads
 
 
 class _Exchange:
@@ -152,24 +121,6 @@ class DenseExchange(_Exchange):
         )  # fmt: skip
 
 
-@dataclass
-class _Buffers:
-    """What depends on k: made anew when the density changes."""
-
-    layout: PayloadLayout
-    ranks: Tensor  # i64 (scopes,)
-    sample_ranks: Tensor  # i64 (scopes,)
-    sample_aims: Tensor  # i64 (scopes,)
-    keys: Tensor  # i64 (capacity,)
-    indices: Tensor  # i64 (capacity,)
-    near: Tensor  # i64 (capacity,)
-    packed: Tensor  # i64 (1 + 2 programs of pack_payload,)
-    own: Tensor  # u8 (nbytes,)
-    received: Tensor  # u8 (world, nbytes)
-    payload: Payload  # views of ``own``
-    payloads: Payload  # views of ``received``
-
-
 class SparseExchange(_Exchange):
     """Compressed: one pass, one payload, one gather; a dense step where that is cheaper."""
 
@@ -209,11 +160,11 @@ class SparseExchange(_Exchange):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.seed = torch.full((1,), step, dtype=torch.int32, device=device)  # this bucket's step, kept by the device
-        self.samples, self.sample_groups = _sample_table(compressor, segments)
+        self.samples, self.sample_groups = sample_table(compressor, segments)
         self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
         self.thresholds = zeros(scopes, dtype=torch.int64)
         self.counts = zeros(segments.num_blocks, dtype=torch.int32)
-        self.staged = zeros(segments.num_blocks, STAGE, dtype=torch.int16)
+        self.marks = zeros(segments.num_blocks, WORDS, dtype=torch.int32)
         self.offsets = zeros(segments.num_blocks + 1, dtype=torch.int64)
         self.widths = zeros(scopes, dtype=torch.int32)
         self.bounds = zeros(scopes, 3, dtype=torch.int64)
@@ -223,7 +174,7 @@ class SparseExchange(_Exchange):
         self.scanned = zeros(1 + 2 * -(-segments.num_blocks // SCAN), dtype=torch.int64)
         self.minus_one = torch.full((1,), -1.0, device=device)
         self.density = 0.0  # that ``buffers`` are for
-        self.buffers: _Buffers
+        self.buffers: PayloadBuffers
         self.dense_step = False
         self.reduced: Reduced | None = None
 
@@ -274,32 +225,8 @@ class SparseExchange(_Exchange):
         self.dense_step = dense_is_cheaper(layout.nbytes, 4 * segments.numel, world) and not self.always_sparse
         if self.reduced is None and (self.dense_step or "momentum_buffer" in self.bucket.states):
             self.reduced = Reduced.allocate(self.bucket, with_norms)
-        if self.dense_step:
-            return
-
-        def i64(values: Sequence[int]) -> Tensor:
-            host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-            return host.to(device, non_blocking=True)
-
-        def zeros(numel: int) -> Tensor:
-            return torch.zeros(numel, dtype=torch.int64, device=device)
-
-        received = torch.zeros((world, layout.nbytes), dtype=torch.uint8, device=device)
-        own = received[0] if world == 1 else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self.buffers = _Buffers(
-            layout,
-            i64(selection.ks),
-            i64(selection.sample_ranks),
-            i64(selection.sample_aims),
-            zeros(selection.capacity),
-            zeros(selection.capacity),
-            zeros(selection.capacity),
-            zeros(1 + 2 * -(-selection.capacity // PACK)),
-            own,
-            received,
-            layout.views(own.view(1, -1)),
-            layout.views(received),
-        )
+        if not self.dense_step:
+            self.buffers = PayloadBuffers.allocate(layout, selection, world, device)
 
     def _trust_ratios(self, hyper: Hyper, decay: float) -> None:
         """From the last exchange's norms; where there is none yet, from this rank's norms of this very step."""
@@ -317,7 +244,7 @@ class SparseExchange(_Exchange):
         )  # fmt: skip
         self.ops.compress.compress(
             segments, operands, self.velocity, self.residual, self.thresholds, self.trust, self.seed,
-            self.velocity, self.residual, self.counts, self.staged, self.partials, self.flag, **numbers,
+            self.velocity, self.residual, self.counts, self.marks, self.partials, **numbers,
         )  # fmt: skip
         self._refine()
         if self.trust is not None:
@@ -326,13 +253,11 @@ class SparseExchange(_Exchange):
 
     def _refine(self) -> None:
         segments, buffers, refine = self.bucket.segments, self.buffers, self.ops.refine
-        refine.gather_candidates(
-            segments, self.counts, self.staged, self.residual, self.thresholds, self.seed,
-            self.scanned, self.offsets, buffers.keys, buffers.indices,
-        )  # fmt: skip
+        refine.list_candidates(segments, self.counts, self.marks, self.scanned, self.offsets, buffers.indices)
         refine.select_candidates(
-            segments, buffers.keys, self.offsets, buffers.ranks, self.widths,
-            self.histograms, self.bounds, buffers.near, self.near_counts, self.tickets, self.thresholds,
+            segments, self.offsets, buffers.indices, self.residual, self.seed, buffers.ranks, self.widths,
+            self.histograms, self.bounds, buffers.near, self.near_counts, self.tickets, self.thresholds, buffers.keys,
+            self.flag,
         )  # fmt: skip
         payload = buffers.payload
         refine.pack_payload(
@@ -415,20 +340,22 @@ class SparseExchange(_Exchange):
             )
 
     def metrics(self) -> dict[str, Tensor]:
-        """Device tensors about the last step; see ``optim``."""
-        segments = self.bucket.segments
+        """This bucket's share of ``CompressedOptimizer.metrics``."""
+        segments, device = self.bucket.segments, self.bucket.device
         if self.dense_step or self.density == 0.0:  # there was no step yet
-            sent = segments.numel if self.dense_step else 0
-            nnz = torch.full((), sent, dtype=torch.int64, device=self.bucket.device)
+            nnz = torch.full((), segments.numel if self.dense_step else 0, dtype=torch.int64, device=device)
             candidates = overflow = torch.zeros_like(nnz)
-            threshold = torch.zeros(len(self.thresholds), device=self.bucket.device)
+            threshold = torch.zeros(len(self.thresholds), device=device)
         else:
             nnz = self.buffers.payload.starts[0, -1].long()
             candidates = self.offsets[-1].clone()
             overflow = (candidates - self.buffers.keys.numel()).clamp(min=0)
             hashed = 48 if self.residual.itemsize == 2 else 32  # the key's bits below the magnitude (kernels/keys.py)
             threshold = (self.thresholds >> hashed << hashed - 32).to(torch.int32).view(torch.float32)
-        square = torch.linalg.vector_norm(self.residual, dtype=torch.float32).square()
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if "residual" in self.bucket.states:  # in parts of 128 MB: torch copies what it widens
+            for part in self.residual.split(1 << 24):
+                square += torch.linalg.vector_norm(part, dtype=torch.float64).square()
         return {
             "nnz": nnz,
             "candidates": candidates,
@@ -447,25 +374,6 @@ class SparseExchange(_Exchange):
             accumulate=accumulation(self.memory, hyper.nesterov), weight_decay=self.weight_decay(hyper),
             momentum=hyper.momentum,
         )  # fmt: skip
-
-
-def _sample_table(compressor: TopK, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Evenly spaced (segment, offset) pairs for every scope, and which programs' share they are (sample.py)."""
-    starts = torch.tensor([s.start for s in segments.compact_slices])
-    rows: list[Tensor] = []
-    groups: list[tuple[int, int, int]] = []
-    first = 0
-    for scope, numel in enumerate(segments.scope_numels):
-        samples = num_samples(compressor, numel)
-        position = torch.arange(samples, dtype=torch.int64) * numel // samples + first
-        segment = torch.searchsorted(starts, position, right=True) - 1
-        rows.append(torch.stack([segment, position - starts[segment]], 1))
-        rows.append(torch.tensor([[-1, 0]]).repeat(-samples % SAMPLES, 1))
-        programs = range(len(groups), len(groups) + -(-samples // SAMPLES))
-        groups += [(scope, programs.start, programs.stop)] * len(programs)
-        first += numel
-    device = segments.block_table.device
-    return torch.cat(rows).to(device), torch.tensor(groups, dtype=torch.int32, device=device)
 
 
 Exchange = DenseExchange | SparseExchange

@@ -3,8 +3,9 @@
 A sparse payload is one flat buffer of little-endian fields, in this order, padded with zeros to 16 bytes:
 
     field     type  count                  content
-    header    i32   4                      format version; number of values; flags (1: a gradient was not finite,
-                                           2: this rank failed); the bucket's step
+    header    i32   4                      format version + 256 * type of the values (0: f32, 1: bf16, 2: f16);
+                                           number of values; flags (1: a gradient was not finite, 2: this rank
+                                           failed, sends nothing and names no type); the bucket's step
     presence  u32   ceil(segments / 32)    bit s % 32 of word s // 32: segment s had a gradient on this rank
     norms     f32   2 * segments or 0      squared norms of the gradients, then of the parameters (LARS only)
     starts    u32   pages + 1              position of the first value of every 65536-element page of the padded flat
@@ -12,7 +13,8 @@ A sparse payload is one flat buffer of little-endian fields, in this order, padd
     values    f32   k                      in index order; zeros past the last; bf16 or f16 if wire_dtype says so
     indices   u16   k                      index inside the page
 
-TopK's k is known to the host, so sizes are never exchanged. A dense buffer is summed, not gathered:
+TopK's k is known to the host, so sizes are never exchanged. Ranks whose first or last header word differs from the
+others' make all ranks raise (docs/decisions/0013-encodings.md). A dense buffer is summed, not gathered:
 
     values    f32   numel                  without padding
     trailer   f32   segments + 2           ranks with a gradient, per segment; ranks with a non-finite gradient;

@@ -45,7 +45,7 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, shape: str = "blo
         # Triton specialises on the type of an argument, on integers' values and on pointers' divisibility by 16: a
         # key that tells at least these apart never finds a kernel that was compiled for other arguments.
         passed: list[Any] = []  # tensors as addresses: of those Triton asks the driver nothing
-        key = [kernel, device, shape, *constants.values()]
+        key = [kernel, programs, device, shape, *constants.values()]
         for arg in args:
             if isinstance(arg, Tensor):
                 address = arg.data_ptr()
@@ -54,15 +54,15 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, shape: str = "blo
             else:
                 passed.append(arg)
                 key.append(float if isinstance(arg, float) else arg)
-        compiled = _COMPILED.get(signature := tuple(key))
-        if compiled is not None:
-            compiled[(programs, 1, 1)](*passed, *constants.values())
+        run = _COMPILED.get(signature := tuple(key))
+        if run is not None:
+            run(*passed, *constants.values(), stream=torch._C._cuda_getCurrentRawStream(device))
             return
         typed = [_bits(arg) if isinstance(arg, Tensor) else arg for arg in args]
         with _LOCK if INTERPRET else _NOTHING:
             compiled = kernel[(programs,)](*typed, **constants, **SHAPES[shape], enable_fp_fusion=False)
         if compiled is not None:  # the interpreter compiles nothing
-            _COMPILED[signature] = compiled
+            _COMPILED[signature] = compiled[(programs, 1, 1)]
 
 
 def _bits(tensor: Tensor) -> Tensor:

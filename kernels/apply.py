@@ -5,7 +5,7 @@
                        param <- param - (lr / world) * sum          rounded once
 
 One program per page takes the ranks one after another, so every parameter sees the same additions in the same order
-on every rank: no atomics, bit-identical replicas.
+on every rank: no atomics, bit-identical replicas. An embedding's hot pages are shared out by place in the page.
 """
 
 import triton
@@ -17,7 +17,9 @@ from fusedcomp.kernels.elements import element_pointer, narrow, widen
 from fusedcomp.kernels.headers import HEADER_WORDS, take_headers
 from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, PAGE, Operands, Segments
 
-_CHUNK = 512
+_CHUNK = 512  # entries of a rank at a time; a page to which a rank sent more is crowded
+_SHARES = 4  # programs for a crowded page; in other pages all but the first have nothing to do,
+_FEW_PAGES = 2048  # which takes 2 ns of the whole each: too much where a bucket has more pages than this
 
 
 @triton.jit
@@ -47,6 +49,36 @@ def _locate(
 
 
 @triton.jit
+def _ranges(
+    starts_ptr, indices_ptr, page, share, world, starts_stride, indices_stride, num_values,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, SHARES: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """(2 RANKS,) where a share of what every rank sent for a page begins, then where it ends.
+
+    A peer's numbers never lead to a load or a store outside: positions are clamped here, indices masked in ``_locate``.
+    """
+    lane = tl.arange(0, 2 * RANKS)
+    row = (lane % RANKS).to(tl.int64)
+    starts_ptr += row * starts_stride + page
+    low = tl.minimum(tl.maximum(tl.load(starts_ptr, mask=row < world, other=0), 0), num_values)
+    high = tl.minimum(tl.maximum(tl.load(starts_ptr + 1, mask=row < world, other=0), 0), num_values)
+    crowded = tl.max(high - low) > CHUNK
+    if SHARES == 1 or not crowded:
+        low = tl.where(lane < RANKS, low, high)
+        low = tl.where(share == 0, low, 0)
+    else:  # by bisection: indices ascend
+        least = (share + lane // RANKS) * (PAGE // SHARES)
+        while tl.max(high - low) > 0:
+            middle = (low + high) // 2
+            search = low < high
+            inside = tl.load(indices_ptr + row * indices_stride + middle, mask=search, other=0)
+            before = (inside.to(tl.int32) & 0xFFFF) < least
+            low = tl.where(search & before, middle + 1, low)
+            high = tl.where(search & ~before, middle, high)
+    return low
+
+
+@triton.jit
 def _apply_payloads_kernel(
     block_table_ptr, address_ptr, numel_ptr, starts_ptr, indices_ptr, values_ptr, lr_ptr, header_ptr,  # in
     status_ptr,  # in-out
@@ -55,12 +87,21 @@ def _apply_payloads_kernel(
     inverse_world, world, num_values, starts_stride, indices_stride, values_stride, header_stride, num_segments,
     num_blocks,
     HAS_HEADERS: tl.constexpr, ELEMENT: tl.constexpr, WIRE: tl.constexpr, FIRST: tl.constexpr,
-    BLOCKS_PER_PAGE: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS_PER_PAGE: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, SHARES: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    page = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(0) % SHARES
+    page = (tl.program_id(0) // SHARES).to(tl.int64)
     if HAS_HEADERS:  # noqa: SIM102  a constant decides what is compiled, a value what runs
-        if page == 0:
+        if tl.program_id(0) == 0:
             take_headers(header_ptr, status_ptr, present_ptr, world, header_stride, num_segments, FIRST, 128)
+    edges = _ranges(
+        starts_ptr, indices_ptr, page, share, world, starts_stride, indices_stride, num_values,
+        PAGE, CHUNK, SHARES, RANKS,
+    )  # fmt: skip
+    lane = tl.arange(0, 2 * RANKS)
+    if tl.max(edges) == 0:
+        return
     scale = tl.load(lr_ptr) * inverse_world
     first_block = page * BLOCKS_PER_PAGE
     last_block = tl.minimum(first_block + BLOCKS_PER_PAGE, num_blocks) - 1
@@ -71,9 +112,8 @@ def _apply_payloads_kernel(
     for sweep in tl.static_range(2 if SUMS else 1):
         for rank in range(world):
             row = tl.cast(rank, tl.int64)
-            # A peer's numbers never lead to a load or a store outside: positions and indices are clamped or masked.
-            begin = tl.minimum(tl.maximum(tl.load(starts_ptr + row * starts_stride + page), 0), num_values)
-            end = tl.minimum(tl.maximum(tl.load(starts_ptr + row * starts_stride + page + 1), 0), num_values)
+            begin = tl.sum(tl.where(lane == rank, edges, 0))
+            end = tl.sum(tl.where(lane == rank + RANKS, edges, 0))
             for chunk in range(begin, end, CHUNK):
                 at = chunk + tl.arange(0, CHUNK)
                 mask = at < end
@@ -113,8 +153,9 @@ def apply_payloads(
     inverse_world: float,
 ) -> None:
     """``param -= lr * inverse_world * value`` for all entries of all ranks, rank by rank; reads headers on the way."""
+    shares = _SHARES if segments.num_pages <= _FEW_PAGES else 1
     launch(
-        _apply_payloads_kernel, segments.num_pages, values,
+        _apply_payloads_kernel, segments.num_pages * shares, values,
         segments.block_table, operands.addresses, segments.numel_table, starts, indices, values, lr, headers,
         status,
         present,
@@ -123,5 +164,5 @@ def apply_payloads(
         0 if headers is None else headers.stride(0), len(segments.numels), segments.num_blocks,
         HAS_HEADERS=headers is not None, ELEMENT=ELEMENT[operands.dtype], WIRE=ELEMENT[values.dtype],
         FIRST=HEADER_WORDS, BLOCKS_PER_PAGE=BLOCKS_PER_PAGE, PAGE=PAGE,
-        CHUNK=_CHUNK, BLOCK=BLOCK, shape="page",
+        CHUNK=_CHUNK, SHARES=shares, RANKS=triton.next_power_of_2(values.shape[0]), BLOCK=BLOCK, shape="page",
     )  # fmt: skip

@@ -6,10 +6,10 @@
     velocity, residual <- ACCUMULATE(gradient, velocity, residual, momentum)
     candidates: entries whose key (|residual|, tie hash) reaches the sampled threshold of their scope
 
-What leaves the pass besides the states: per block the number of candidates, their offsets where they fit into a
-staging row, the sums of squares of gradient and parameter, and a flag if a gradient was not finite. A segment without
-a gradient is left as it is. States of 16 bits are rounded stochastically before the selection sees them, so what is
-sent and what is kept still add up to what was there, bit for bit.
+What leaves the pass besides the states: a bit per element that marks the candidates, per block their number and the
+sums of squares of gradient and parameter. A segment without a gradient is left as it is. What is not finite is marked,
+being larger than all numbers; the selection, which sees it, raises the flag. States of 16 bits are rounded
+stochastically before they are looked at, so what is sent and what is kept still add up to what was there, bit for bit.
 """
 
 import triton
@@ -19,7 +19,6 @@ from torch import Tensor
 from fusedcomp.kernels._launch import ELEMENT, launch
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.elements import (
-    INFINITE,
     load_block,
     load_state,
     rounding_noise,
@@ -27,56 +26,80 @@ from fusedcomp.kernels.elements import (
     store_block,
     store_state,
 )
-from fusedcomp.kernels.keys import magnitude_bits, reaches
-from fusedcomp.kernels.segments import BLOCK, Operands, Segments
+from fusedcomp.kernels.keys import INFINITE, magnitude_bits, reaches
+from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments
 
-STAGE = 128  # candidates a block can stage: twenty times the average at density 0.001; fuller blocks are read again
+
+@triton.jit
+def _leave(
+    block, index, start, extent, segment, param_address, velocity_in_ptr, residual_in_ptr, start_ptr,
+    velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, marks_ptr, partials_ptr,
+    HAS_VELOCITY: tl.constexpr, HAS_NORMS: tl.constexpr, SEND_ALL: tl.constexpr, HALF: tl.constexpr,
+    ELEMENT: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of a segment without a gradient: states stay, nothing is marked or sent, the parameter has its norm."""
+    store_state(residual_out_ptr + index, load_state(residual_in_ptr + index, None, HALF), None, HALF)
+    if HAS_VELOCITY:
+        store_state(velocity_out_ptr + index, load_state(velocity_in_ptr + index, None, HALF), None, HALF)
+    if HAS_NORMS:
+        param = load_block(param_address, start, extent, ELEMENT, BLOCK)
+        tl.store(partials_ptr + 2 * block, 0.0)
+        tl.store(partials_ptr + 2 * block + 1, tl.sum(param * param))
+    if SEND_ALL:
+        address = sent_ptr.to(tl.int64) + tl.load(start_ptr + segment) * 4
+        store_block(address, start, extent, tl.zeros((BLOCK,), tl.float32), tl.float32, BLOCK)
+    else:
+        tl.store(counts_ptr + block, 0)
+        tl.store(marks_ptr + block * WORDS + tl.arange(0, WORDS), tl.zeros((WORDS,), tl.int32))
 
 
 @triton.jit
 def _compress_kernel(
     block_table_ptr, address_ptr, numel_ptr, start_ptr, velocity_in_ptr, residual_in_ptr,  # in
     threshold_ptr, trust_ptr, seed_ptr,
-    velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, staged_ptr, partials_ptr, flag_ptr,  # out
+    velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, marks_ptr, partials_ptr, flag_ptr,  # out
     grad_scale, weight_decay, momentum, num_segments,
-    ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr,
-    HAS_NORMS: tl.constexpr, SEND_ALL: tl.constexpr, PER_TENSOR: tl.constexpr, HALF: tl.constexpr,
-    ELEMENT: tl.constexpr, STAGE: tl.constexpr, BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DECAY: tl.constexpr,
+    HAS_TRUST: tl.constexpr, HAS_NORMS: tl.constexpr, SEND_ALL: tl.constexpr, PER_TENSOR: tl.constexpr,
+    HALF: tl.constexpr, ELEMENT: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
     start = tl.load(block_table_ptr + 2 * block + 1).to(tl.int64) * BLOCK
     grad_address = tl.load(address_ptr + segment)
     param_address = tl.load(address_ptr + num_segments + segment)
-    present = grad_address != 0
     extent = tl.load(numel_ptr + segment) - start
-    remaining = tl.where(present, extent, 0)
     offsets = tl.arange(0, BLOCK)
     index = block * BLOCK + offsets
+    if grad_address == 0:
+        _leave(
+            block, index, start, extent, segment, param_address, velocity_in_ptr, residual_in_ptr, start_ptr,
+            velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, marks_ptr, partials_ptr,
+            HAS_VELOCITY, HAS_NORMS, SEND_ALL, HALF, ELEMENT, WORDS, BLOCK,
+        )  # fmt: skip
+        return
 
-    grad = load_block(grad_address, start, remaining, ELEMENT, BLOCK) * grad_scale
-    old_residual = load_state(residual_in_ptr + index, None, HALF)
-    velocity = old_residual
+    grad = load_block(grad_address, start, extent, ELEMENT, BLOCK)
+    residual = load_state(residual_in_ptr + index, None, HALF)
+    velocity = residual
     if HAS_VELOCITY:
         velocity = load_state(velocity_in_ptr + index, None, HALF)
-    old_velocity = velocity
-    broken = (magnitude_bits(grad) >= INFINITE).to(tl.int32)
-    grad_squares, num_broken = 0.0, 0
-    if HAS_NORMS:  # there are reductions here anyway
-        grad_squares = tl.sum(grad * grad)
-        num_broken = tl.sum(broken)
+    if HAS_SCALE:
+        grad = grad * grad_scale
+    if SEND_ALL:  # noqa: SIM102  a constant decides what is compiled, a value what runs
+        if tl.max(magnitude_bits(grad)) >= INFINITE:
+            tl.store(flag_ptr, 1)
+    if HAS_NORMS:
+        tl.store(partials_ptr + 2 * block, tl.sum(grad * grad))
     if HAS_DECAY or HAS_NORMS:
         param = load_block(param_address, start, extent, ELEMENT, BLOCK)
         if HAS_NORMS:
-            tl.store(partials_ptr + 2 * block, grad_squares)
             tl.store(partials_ptr + 2 * block + 1, tl.sum(param * param))
         if HAS_DECAY:
             grad = grad + weight_decay * param
     if HAS_TRUST:
         grad = tl.load(trust_ptr + segment) * grad
-    velocity, residual = ACCUMULATE(grad, velocity, old_residual, momentum)
-    velocity = tl.where(present, velocity, old_velocity)
-    residual = tl.where(present, residual, old_residual)
+    velocity, residual = ACCUMULATE(grad, velocity, residual, momentum)
     seed = tl.load(seed_ptr)
     if HALF:
         noise = rounding_noise(index, seed)
@@ -85,30 +108,19 @@ def _compress_kernel(
             residual = stochastic(residual, noise, HALF)
     if HAS_VELOCITY:
         store_state(velocity_out_ptr + index, velocity, None, HALF)
-
     if SEND_ALL:
-        sent = tl.where(present, residual, 0.0)
         address = sent_ptr.to(tl.int64) + tl.load(start_ptr + segment) * 4
-        store_block(address, start, extent, sent, tl.float32, BLOCK)
-        store_state(residual_out_ptr + index, tl.where(present, 0.0, residual), None, HALF)
-        if not HAS_NORMS:
-            num_broken = tl.sum(broken)
+        store_block(address, start, extent, residual, tl.float32, BLOCK)
+        store_state(residual_out_ptr + index, tl.zeros((BLOCK,), tl.float32), None, HALF)
     else:
         store_state(residual_out_ptr + index, residual, None, HALF)
-        key = tl.load(threshold_ptr + segment * PER_TENSOR)
-        chosen = reaches(residual, index, seed, key, HALF) & (offsets < remaining)
-        if HAS_NORMS:
-            count = tl.sum(chosen.to(tl.int32))
-        else:  # one reduction for two counts of at most 2048 each: a reduction is two barriers for the whole block
-            both = tl.sum(chosen.to(tl.int32) + (broken << 16))
-            count = both & 0xFFFF
-            num_broken = both >> 16
-        tl.store(counts_ptr + block, count)
-        if (count > 0) & (count <= STAGE):
-            position = tl.cumsum(chosen.to(tl.int32)) - 1
-            tl.store(staged_ptr + block * STAGE + position, offsets.to(tl.int16), mask=chosen)
-    if num_broken > 0:
-        tl.atomic_or(flag_ptr, 1)
+        least = tl.load(threshold_ptr + segment * PER_TENSOR)
+        chosen = reaches(residual, index, seed, least, offsets < extent, HALF)
+        tl.store(counts_ptr + block, tl.sum(chosen.to(tl.int32)))
+        # Rows of 32 elements lie with a few neighbouring threads: a sum over them needs no barrier.
+        bit = (tl.full((32,), 1, tl.int32) << tl.arange(0, 32))[None, :]
+        marks = tl.sum(tl.where(tl.reshape(chosen, (WORDS, 32)), bit, 0), 1)
+        tl.store(marks_ptr + block * WORDS + tl.arange(0, WORDS), marks)
 
 
 def compress(
@@ -122,9 +134,8 @@ def compress(
     velocity_out: Tensor | None,  # may be velocity_in: in place
     residual_out: Tensor,  # may be residual_in: in place
     counts: Tensor,  # out: i32 (blocks,): candidates of every block
-    staged: Tensor,  # out: i16 (blocks, STAGE): their offsets, ascending, in rows that hold them all
+    marks: Tensor,  # out: i32 (blocks, WORDS): a bit per element, the lowest of a word first: is it a candidate
     partials: Tensor | None,  # out: f32 (blocks, 2): sums of squares of gradient and parameter
-    flag: Tensor,  # in-out: i32 (1,): set to 1 if a gradient is not finite
     *,
     accumulate: str,
     grad_scale: float,
@@ -134,7 +145,7 @@ def compress(
     """One pass: accumulate the gradient into velocity and residual and find the candidates."""
     _launch_pass(
         segments, operands, velocity_in, residual_in, thresholds, trust, seed,
-        velocity_out, residual_out, None, counts, staged, partials, flag,
+        velocity_out, residual_out, None, counts, marks, partials, None,
         accumulate, grad_scale, weight_decay, momentum,
     )  # fmt: skip
 
@@ -150,7 +161,7 @@ def compress_all(
     residual_out: Tensor,
     sent: Tensor,  # out: f32 (numel,), compact
     partials: Tensor | None,
-    flag: Tensor,
+    flag: Tensor,  # in-out: i32 (1,): set to 1 if a gradient is not finite
     *,
     accumulate: str,
     grad_scale: float,
@@ -169,19 +180,20 @@ def _launch_pass(
     segments: Segments, operands: Operands, velocity_in: Tensor | None, residual_in: Tensor,
     thresholds: Tensor | None, trust: Tensor | None, seed: Tensor,
     velocity_out: Tensor | None, residual_out: Tensor, sent: Tensor | None, counts: Tensor | None,
-    staged: Tensor | None, partials: Tensor | None, flag: Tensor,
+    marks: Tensor | None, partials: Tensor | None, flag: Tensor | None,
     accumulate: str, grad_scale: float, weight_decay: float, momentum: float,
 ) -> None:  # fmt: skip
     launch(
         _compress_kernel, segments.num_blocks, residual_in,
         segments.block_table, operands.addresses, segments.numel_table, segments.start_table, velocity_in, residual_in,
         thresholds, trust, seed,
-        velocity_out, residual_out, sent, counts, staged, partials, flag,
+        velocity_out, residual_out, sent, counts, marks, partials, flag,
         grad_scale, weight_decay, momentum, len(segments.numels),
-        ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_DECAY=weight_decay != 0.0,
-        HAS_TRUST=trust is not None, HAS_NORMS=partials is not None, SEND_ALL=sent is not None,
+        ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_SCALE=grad_scale != 1.0,
+        HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None, HAS_NORMS=partials is not None,
+        SEND_ALL=sent is not None,
         PER_TENSOR=sent is None and segments.per_tensor, HALF=residual_in.itemsize == 2,
-        ELEMENT=ELEMENT[operands.dtype], STAGE=STAGE, BLOCK=BLOCK,
+        ELEMENT=ELEMENT[operands.dtype], WORDS=WORDS, BLOCK=BLOCK,
     )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedcomp.kernels._launch import ELEMENT, launch
-from fusedcomp.kernels.elements import INFINITE, load_block, store_block
-from fusedcomp.kernels.keys import magnitude_bits
+from fusedcomp.kernels.elements import load_block, store_block
+from fusedcomp.kernels.keys import INFINITE, magnitude_bits
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 
 

@@ -7,9 +7,8 @@ and in Triton's interpreter, whose own conversion to bf16 truncates.
 import triton
 import triton.language as tl
 
-from fusedcomp.kernels.keys import magnitude_bits, tie_hash
+from fusedcomp.kernels.keys import INFINITE, magnitude_bits, tie_hash
 
-INFINITE = tl.constexpr(0x7F800000)
 _BF16_NAN = tl.constexpr(0x7FC0)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 FP16_MAX = tl.constexpr(65504.0)
@@ -48,7 +47,9 @@ def rounding_noise(index, seed):
 def stochastic(values, noise, HALF: tl.constexpr):
     """Values as a state keeps them: of 16 bits rounded up with the probability of what is cut off, or unchanged."""
     if HALF:
-        values = from_bits(to_bits(values, noise & 0xFFFF))
+        bits = values.to(tl.int32, bitcast=True)
+        bits = tl.where(values == values, bits + (noise & 0xFFFF), bits)  # NaN stays NaN
+        values = (bits & -0x10000).to(tl.float32, bitcast=True)
     return values
 
 

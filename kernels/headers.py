@@ -4,6 +4,7 @@ A sparse payload carries words (presence a bit per segment); an all-reduced buff
 up (presence a float per segment, then the number of ranks with a non-finite gradient, then of ranks that failed).
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,8 +13,12 @@ from fusedcomp.kernels._launch import launch
 from fusedcomp.kernels.segments import Operands
 
 FORMAT_VERSION = 1
+# The version word of a payload. Two of different types may have one size, and would be misread without a sign.
+ENCODING = {torch.float32: FORMAT_VERSION, torch.bfloat16: FORMAT_VERSION + 256, torch.float16: FORMAT_VERSION + 512}
 NON_FINITE = tl.constexpr(1)  # bits of the flags word
 FAILED = tl.constexpr(2)
+A_RANK_FAILED = tl.constexpr(1)  # bits of the second word of the status
+RANKS_DIFFER = tl.constexpr(2)
 HEADER_WORDS = 4  # version, number of values, flags, step; then the presence words
 
 
@@ -56,12 +61,22 @@ def take_headers(
 ):  # fmt: skip
     """What all ranks' headers say together, by one program."""
     flags = 0
+    # Version and step as one number, of the ranks that did not fail: those sent nothing that could be misread.
+    least = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    most = -least
     for rank in range(world):
-        flags = flags | tl.load(header_ptr + tl.cast(rank, tl.int64) * stride + 2)
+        header = header_ptr + tl.cast(rank, tl.int64) * stride
+        told = tl.load(header + 2)
+        origin = (tl.load(header).to(tl.int64) << 32) + tl.load(header + 3)
+        least = tl.where((told & FAILED) != 0, least, tl.minimum(least, origin))
+        most = tl.where((told & FAILED) != 0, most, tl.maximum(most, origin))
+        flags = flags | told
     if (flags & NON_FINITE) != 0:
         tl.store(status_ptr, tl.load(status_ptr) + 1)
     if (flags & FAILED) != 0:
-        tl.store(status_ptr + 1, 1)
+        tl.store(status_ptr + 1, tl.load(status_ptr + 1) | A_RANK_FAILED)
+    if least < most:
+        tl.store(status_ptr + 1, tl.load(status_ptr + 1) | RANKS_DIFFER)
     for chunk in range(0, num_segments, CHUNK):
         segment = chunk + tl.arange(0, CHUNK)
         mask = segment < num_segments
@@ -118,23 +133,23 @@ def _read_trailer_kernel(
     if tl.load(trailer_ptr + num_segments) > 0.0:
         tl.store(status_ptr, tl.load(status_ptr) + 1)
     if tl.load(trailer_ptr + num_segments + 1) > 0.0:
-        tl.store(status_ptr + 1, 1)
+        tl.store(status_ptr + 1, tl.load(status_ptr + 1) | A_RANK_FAILED)
 
 
 def write_failure(
     seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
     header: Tensor,  # in-out: i32 (HEADER_WORDS + ceil(segments / 32),), zeros before
 ) -> None:
-    """The header of a rank that failed: an empty payload that says so."""
+    """The header of a rank that failed: an empty payload that says so, and has no encoding to name."""
     launch(_write_failure_kernel, 1, header, seed, header, VERSION=FORMAT_VERSION, shape="small")
 
 
 def read_headers(
     headers: Tensor,  # i32 (world, words), rows may be strided
-    status: Tensor,  # in-out: i32 (2,): buckets with a non-finite gradient so far; 1 once a rank has failed
+    status: Tensor,  # in-out: i32 (2,): buckets with a non-finite gradient so far; 1: a rank failed, 2: ranks differ
     present: Tensor,  # out: i32 (segments,): 1 where any rank had a gradient
 ) -> None:
-    """Take together what all ranks wrote into their headers."""
+    """Take together what all ranks wrote into their headers; those that did not fail have one encoding and one step."""
     launch(
         _read_headers_kernel, 1, headers,
         headers,

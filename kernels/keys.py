@@ -10,6 +10,8 @@ bits    62 .. 32             31 .. 0            states of 32 bits
 import triton
 import triton.language as tl
 
+INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity
+
 
 @triton.jit
 def mix32(x):
@@ -41,17 +43,18 @@ def selection_key(values, index, seed, HALF: tl.constexpr):
 
 
 @triton.jit
-def reaches(values, index, seed, key, HALF: tl.constexpr):
-    """Is the selection key of a value at least ``key``? In 32-bit arithmetic, and mostly without hashing.
+def reaches(values, index, seed, key, inside, HALF: tl.constexpr):
+    """Is the selection key of a value at least ``key``, inside? Mostly by one comparison.
 
-    Sampled thresholds are cut to their leading bits, so that the hash's part of them is 0 unless magnitudes tie.
+    Sampled thresholds are cut to their leading bits, so that the hash's part of them is 0 unless magnitudes tie. What
+    lies outside is 0: a magnitude above 0 keeps it out. NaN, above all numbers, is not less than any.
     """
     SHIFT: tl.constexpr = 16 if HALF else 0
     least = ((key >> (32 + SHIFT)) << SHIFT).to(tl.int32)
     tie = ((key >> SHIFT) & 0xFFFFFFFF).to(tl.uint32)
-    magnitude = magnitude_bits(values)
-    if tie == 0:
-        above = magnitude >= least
+    if (tie == 0) & (least > 0) & (least <= INFINITE):
+        above = ~(tl.abs(values) < least.to(tl.float32, bitcast=True))
     else:
-        above = (magnitude > least) | ((magnitude == least) & (tie_hash(index, seed) >= tie))
+        magnitude = magnitude_bits(values)
+        above = inside & ((magnitude > least) | ((magnitude == least) & (tie_hash(index, seed) >= tie)))
     return above

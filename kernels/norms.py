@@ -97,7 +97,8 @@ def _commit_norms_kernel(
     param = tl.load(received_ptr + num_segments + segment, mask=mask, other=0.0)
     seen = mask & (tl.load(present_ptr + segment, mask=mask, other=0) != 0)
     usable = seen & (grad > 0.0) & (grad < float("inf")) & (param < float("inf"))
-    tl.store(norms_ptr + segment, grad, mask=usable)
+    least = tl.load(norms_ptr + segment, mask=usable, other=0.0) * 0.25  # of squares: half the norm
+    tl.store(norms_ptr + segment, tl.maximum(grad, least), mask=usable)
     tl.store(norms_ptr + num_segments + segment, param, mask=usable)
 
 
@@ -163,7 +164,10 @@ def commit_norms(
     *,
     inverse_world: float,
 ) -> None:
-    """Keep the mean over ranks, in rank order, of |g|^2 and rank 0's |w|^2, where positive and finite."""
+    """Keep the mean over ranks, in rank order, of |g|^2 and rank 0's |w|^2, where positive and finite.
+
+    |g| falls by at most half in a step (docs/decisions/0014-falling-norms.md).
+    """
     segments = norms.shape[1]
     launch(
         _commit_norms_kernel, -(-segments // _CHUNK), norms,

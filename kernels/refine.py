@@ -1,10 +1,11 @@
-"""From candidates to payload: gather them, find the k-th key of every scope, pack the winners, clear their state.
+"""From marks to payload: list the candidates, find the k-th key of every scope, pack the winners, clear their state.
 
-    candidates = entries with key >= sampled threshold         (a few k, in index order)
+    candidates = entries that the pass has marked              (a few k, in index order)
     T          = k-th largest candidate key of the scope       (all candidates where there are no more than k)
     winners    = candidates with key >= T  -> payload;  residual <- what the payload's rounding lost, velocity <- 0
 
-Work proportional to k, in five launches. Exact: keys are distinct, so the k largest are one well-defined set.
+Work proportional to k, but for a look at the marks, in five launches. Exact: keys are distinct, so the k largest are
+one well-defined set.
 """
 
 import triton
@@ -12,16 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedcomp.kernels._launch import ELEMENT, launch
-from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.digits import COPIES, DIGIT_BINS, pick, pick_among, take_histogram
-from fusedcomp.kernels.elements import INFINITE, load_state, narrow, narrow_clamped, store_state, widen
-from fusedcomp.kernels.headers import FORMAT_VERSION, HEADER_WORDS, fill_header
-from fusedcomp.kernels.keys import magnitude_bits, selection_key
+from fusedcomp.kernels.elements import load_state, narrow, narrow_clamped, store_state, widen
+from fusedcomp.kernels.headers import ENCODING, HEADER_WORDS, fill_header
+from fusedcomp.kernels.keys import INFINITE, magnitude_bits, selection_key
 from fusedcomp.kernels.order import last_arrival, offset_before, start_order
-from fusedcomp.kernels.segments import BLOCK, PAGE, Operands, Segments
+from fusedcomp.kernels.segments import BLOCK, PAGE, WORDS, Operands, Segments
 
-_SLOTS = 32  # of a staging row at a time: most rows hold fewer candidates
-_GATHER = 16  # blocks a program gathers
+_LIST = 8  # blocks whose candidates a program lists
 PACK = 512  # candidates a program looks at
 SCAN = 1024  # blocks a program scans
 _LOOK_BACK = 256
@@ -47,72 +46,79 @@ def _scan_counts_kernel(
 
 
 @triton.jit
-def _gather_candidates_kernel(
-    block_table_ptr, numel_ptr, counts_ptr, offsets_ptr, staged_ptr, residual_ptr, threshold_ptr, seed_ptr,  # in
-    keys_ptr, indices_ptr,  # out
+def _population(bits):
+    """How many bits are set."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _list_candidates_kernel(
+    marks_ptr, offsets_ptr,  # in
+    indices_ptr,  # out
     capacity, num_blocks,
-    PER_TENSOR: tl.constexpr, HALF: tl.constexpr, STAGE: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    WORDS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCKS
-    lane = tl.arange(0, BLOCKS)
-    block = first + lane
-    count = tl.load(counts_ptr + block, mask=block < num_blocks, other=0)
-    position = tl.load(offsets_ptr + block, mask=block < num_blocks, other=0)
-    seed = tl.load(seed_ptr)
-    staged = tl.where(count <= STAGE, count, 0)
-    for slots in range(0, tl.max(staged), SLOTS):
-        inside = (slots + tl.arange(0, SLOTS))[None, :]
-        slot = position[:, None] + inside
-        live = (inside < staged[:, None]) & (slot < capacity)
-        offset = tl.load(staged_ptr + block[:, None] * STAGE + inside, mask=live, other=0).to(tl.int64)
-        index = block[:, None] * BLOCK + offset
-        key = selection_key(load_state(residual_ptr + index, live, HALF), index, seed, HALF)
-        tl.store(keys_ptr + slot, key, mask=live)
-        tl.store(indices_ptr + slot, index, mask=live)
-    # Blocks whose row could not hold their candidates (an embedding's hot rows) are read again.
-    crowded = tl.min(tl.where(count > STAGE, lane, BLOCKS))
-    while crowded < BLOCKS:
-        at = first + crowded
-        segment = tl.load(block_table_ptr + 2 * at)
-        remaining = tl.load(numel_ptr + segment) - tl.load(block_table_ptr + 2 * at + 1).to(tl.int64) * BLOCK
-        least = tl.load(threshold_ptr + segment * PER_TENSOR)
-        free = tl.load(offsets_ptr + at)
-        for chunk in range(0, BLOCK, CHUNK):
-            offset = chunk + tl.arange(0, CHUNK)
-            index = at * BLOCK + offset
-            key = selection_key(load_state(residual_ptr + index, offset < remaining, HALF), index, seed, HALF)
-            chosen = (offset < remaining) & (key >= least)
-            slot = free + tl.cumsum(chosen.to(tl.int32)) - 1
-            tl.store(keys_ptr + slot, key, mask=chosen & (slot < capacity))
-            tl.store(indices_ptr + slot, index, mask=chosen & (slot < capacity))
-            free += tl.sum(chosen.to(tl.int32))
-        crowded = tl.min(tl.where((count > STAGE) & (lane > crowded), lane, BLOCKS))
+    word = tl.arange(0, BLOCKS * WORDS)
+    # 0, but the compiler cannot know: with an address of unknown alignment a thread reads single words, which is how
+    # it stores single indices. Otherwise all values would change threads at every turn of the loop.
+    nothing = num_blocks >> 31
+    exists = word < (num_blocks - first) * WORDS
+    bits = tl.load(marks_ptr + first * WORDS + nothing + word, mask=exists, other=0).to(tl.uint32, bitcast=True)
+    count = _population(bits)
+    slot = tl.cumsum(count) - count
+    before = tl.load(offsets_ptr + first)
+    free = capacity - before
+    for _ in range(0, tl.max(count)):
+        rest = bits & (bits - 1)
+        lowest = bits ^ rest  # a power of two: its exponent is the place
+        place = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        index = first * (WORDS * 32) + (word * 32 + place)
+        tl.store(indices_ptr + before + slot, index, mask=(bits != 0) & (slot < free))
+        bits = rest
+        slot += 1
+
+
+@triton.jit
+def _share(part_ptr, offsets_ptr, capacity, part):
+    """A part's scope and the range of its candidates: equal shares of the scope's, wherever they are crowded."""
+    row = part_ptr + 5 * tl.cast(part, tl.int64)
+    first = tl.minimum(tl.load(offsets_ptr + tl.load(row + 1)), capacity)
+    last = tl.minimum(tl.load(offsets_ptr + tl.load(row + 2)), capacity)
+    number, parts = tl.load(row + 3), tl.load(row + 4)
+    begin = first + (last - first) * number // parts
+    end = first + (last - first) * (number + 1) // parts
+    return tl.load(row), parts, first, begin, end
 
 
 @triton.jit
 def _count_candidates_kernel(
-    group_ptr, offsets_ptr, keys_ptr, rank_ptr, threshold_ptr, width_ptr,  # in
+    part_ptr, offsets_ptr, indices_ptr, residual_ptr, seed_ptr, rank_ptr, threshold_ptr, width_ptr,  # in
     histogram_ptr, ticket_ptr,  # scratch
-    bounds_ptr,  # out
+    keys_ptr, bounds_ptr, flag_ptr,  # out
     capacity,
-    BINS: tl.constexpr, CHUNK: tl.constexpr,
+    HALF: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0)
-    scope = tl.load(group_ptr + 4 * group)
-    begin = tl.minimum(tl.load(offsets_ptr + tl.load(group_ptr + 4 * group + 1)), capacity)
-    end = tl.minimum(tl.load(offsets_ptr + tl.load(group_ptr + 4 * group + 2)), capacity)
+    part = tl.program_id(0)
+    scope, parts, _, begin, end = _share(part_ptr, offsets_ptr, capacity, part)
     least = tl.load(threshold_ptr + scope)
     width = tl.load(width_ptr + scope)
+    seed = tl.load(seed_ptr)
     counted = tl.zeros((DIGIT_BINS,), tl.int32)
     for chunk in range(begin, end, CHUNK):
         at = chunk + tl.arange(0, CHUNK)
-        key = tl.load(keys_ptr + at, mask=at < end, other=0)
+        index = tl.load(indices_ptr + at, mask=at < end, other=0)
+        key = selection_key(load_state(residual_ptr + index, at < end, HALF), index, seed, HALF)
+        tl.store(keys_ptr + at, key, mask=at < end)
         digit = tl.minimum((key - least) >> width, DIGIT_BINS - 1).to(tl.int32)
         counted += tl.histogram(digit, DIGIT_BINS, mask=at < end)
-    mine = histogram_ptr + scope * BINS + (group % COPIES) * DIGIT_BINS
+        tl.store(flag_ptr + tl.zeros_like(digit), 1, mask=(at < end) & ((key >> 32) >= INFINITE))
+    mine = histogram_ptr + scope * BINS + (part % COPIES) * DIGIT_BINS
     tl.atomic_add(mine + tl.arange(0, DIGIT_BINS), counted, mask=counted > 0, sem="relaxed")
-    if last_arrival(ticket_ptr + scope, tl.load(group_ptr + 4 * group + 3)):
+    if last_arrival(ticket_ptr + scope, parts):
         copies = take_histogram(histogram_ptr + scope * BINS, COPIES * DIGIT_BINS)
         histogram = tl.sum(tl.reshape(copies, (COPIES, DIGIT_BINS)), 0)
         rank = tl.load(rank_ptr + scope)
@@ -131,21 +137,17 @@ def _count_candidates_kernel(
 
 @triton.jit
 def _select_candidates_kernel(
-    group_ptr, scope_ptr, offsets_ptr, keys_ptr, bounds_ptr, width_ptr,  # in
+    part_ptr, offsets_ptr, keys_ptr, bounds_ptr, width_ptr,  # in
     near_ptr, count_ptr, ticket_ptr,  # scratch
     threshold_ptr,  # out
     capacity,
     CHUNK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0)
-    scope = tl.load(group_ptr + 4 * group)
+    scope, parts, origin, begin, end = _share(part_ptr, offsets_ptr, capacity, tl.program_id(0))
     low = tl.load(bounds_ptr + 3 * scope)
     high = tl.load(bounds_ptr + 3 * scope + 1)
     rank = tl.load(bounds_ptr + 3 * scope + 2)
-    origin = tl.minimum(tl.load(offsets_ptr + tl.load(scope_ptr + scope)), capacity)
     if rank > 0:  # bring together the candidates of the k-th one's bin, in any order
-        begin = tl.minimum(tl.load(offsets_ptr + tl.load(group_ptr + 4 * group + 1)), capacity)
-        end = tl.minimum(tl.load(offsets_ptr + tl.load(group_ptr + 4 * group + 2)), capacity)
         for chunk in range(begin, end, CHUNK):
             at = chunk + tl.arange(0, CHUNK)
             key = tl.load(keys_ptr + at, mask=at < end, other=-1)
@@ -154,7 +156,7 @@ def _select_candidates_kernel(
             if count > 0:
                 slot = tl.atomic_add(count_ptr + scope, count, sem="relaxed") + tl.cumsum(near.to(tl.int32)) - 1
                 tl.store(near_ptr + origin + slot, key, mask=near)
-    if last_arrival(ticket_ptr + scope, tl.load(group_ptr + 4 * group + 3)):
+    if last_arrival(ticket_ptr + scope, parts):
         threshold = rank * 0
         if rank > 0:
             end = origin + tl.load(count_ptr + scope, cache_modifier=".cg")
@@ -206,7 +208,10 @@ def _pack_payload_kernel(
 ):  # fmt: skip
     program, number = start_order(shared_ptr, programs)
     candidates = tl.minimum(tl.load(offsets_ptr + num_blocks), capacity)
-    at = program.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    first = program.to(tl.int64) * CHUNK
+    if first >= tl.maximum(candidates, 1):
+        return  # the capacity is some times what there usually is
+    at = first + tl.arange(0, CHUNK)
     index, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, candidates, PER_TENSOR, BLOCK)
     count = tl.sum(won.to(tl.int32))
     before = offset_before(shared_ptr, programs, program, count, number, LOOK_BACK).to(tl.int32)
@@ -229,7 +234,7 @@ def _pack_payload_kernel(
     if MASK_VELOCITY:
         store_state(velocity_ptr + index, tl.zeros((CHUNK,), tl.float32), won, HALF)
 
-    if program == programs - 1:  # the pages after the last candidate, no stale memory on the wire, the header
+    if first + CHUNK >= candidates:  # the pages after the last candidate, no stale memory on the wire, the header
         total = before + count
         last = tl.load(indices_ptr + candidates - 1, mask=candidates > 0, other=-PAGE) // PAGE
         for later in range(last + 1, pages + 1, CHUNK):
@@ -242,22 +247,18 @@ def _pack_payload_kernel(
         fill_header(address_ptr, flag_ptr, seed_ptr, header_ptr, total, num_segments, words, VERSION, FIRST)
 
 
-def gather_candidates(
+def list_candidates(
     segments: Segments,
     counts: Tensor,  # i32 (blocks,)
-    staged: Tensor,  # i16 (blocks, STAGE)
-    residual: Tensor,  # f32 or bf16 (padded,)
-    thresholds: Tensor,  # i64 (scopes,)
-    seed: Tensor,  # i32 (1,)
+    marks: Tensor,  # i32 (blocks, WORDS)
     shared: Tensor,  # scratch: i64 (1 + 2 ceil(blocks / SCAN),), zeros at first
     offsets: Tensor,  # out: i64 (blocks + 1,): running number of candidates
-    keys: Tensor,  # out: i64 (capacity,)
     indices: Tensor,  # out: i64 (capacity,), padded index
 ) -> None:
     """The candidates of all blocks in index order; what exceeds the capacity stays in the residual."""
     programs = -(-segments.num_blocks // SCAN)
     launch(
-        _scan_counts_kernel, programs, residual,
+        _scan_counts_kernel, programs, counts,
         counts,
         shared,
         offsets,
@@ -265,19 +266,20 @@ def gather_candidates(
         CHUNK=SCAN, LOOK_BACK=_LOOK_BACK, shape="page",
     )  # fmt: skip
     launch(
-        _gather_candidates_kernel, -(-segments.num_blocks // _GATHER), residual,
-        segments.block_table, segments.numel_table, counts, offsets, staged, residual, thresholds, seed,
-        keys, indices,
-        keys.numel(), segments.num_blocks,
-        PER_TENSOR=segments.per_tensor, HALF=residual.itemsize == 2, STAGE=STAGE, SLOTS=_SLOTS, BLOCKS=_GATHER,
-        CHUNK=1024, BLOCK=BLOCK, shape="page",
+        _list_candidates_kernel, -(-segments.num_blocks // _LIST), marks,
+        marks, offsets,
+        indices,
+        indices.numel(), segments.num_blocks,
+        WORDS=WORDS, BLOCKS=_LIST, shape="page",
     )  # fmt: skip
 
 
 def select_candidates(
     segments: Segments,
-    keys: Tensor,  # i64 (capacity,)
     offsets: Tensor,  # i64 (blocks + 1,)
+    indices: Tensor,  # i64 (capacity,)
+    residual: Tensor,  # f32 or bf16 (padded,)
+    seed: Tensor,  # i32 (1,)
     ranks: Tensor,  # i64 (scopes,), >= 1
     widths: Tensor,  # i32 (scopes,)
     histograms: Tensor,  # scratch: i32 (scopes, BINS), zeros before and after
@@ -286,19 +288,21 @@ def select_candidates(
     near_counts: Tensor,  # scratch: i32 (scopes,), zeros before and after
     tickets: Tensor,  # scratch: i32 (scopes,), zeros before and after
     thresholds: Tensor,  # in-out: i64 (scopes,): least candidate; ranks-th largest, 0 where there are no more
+    keys: Tensor,  # out: i64 (capacity,)
+    flag: Tensor,  # in-out: i32 (1,): set to 1 if a candidate is not finite
 ) -> None:
     """The ranks-th largest key of every scope: one look at all candidates, another at those of its bin."""
     launch(
-        _count_candidates_kernel, segments.group_table.shape[0], keys,
-        segments.group_table, offsets, keys, ranks, thresholds, widths,
+        _count_candidates_kernel, segments.part_table.shape[0], keys,
+        segments.part_table, offsets, indices, residual, seed, ranks, thresholds, widths,
         histograms, tickets,
-        bounds,
+        keys, bounds, flag,
         keys.numel(),
-        BINS=histograms.shape[1], CHUNK=1024, shape="item",
+        HALF=residual.itemsize == 2, BINS=histograms.shape[1], CHUNK=1024, shape="item",
     )  # fmt: skip
     launch(
-        _select_candidates_kernel, segments.group_table.shape[0], keys,
-        segments.group_table, segments.scope_blocks, offsets, keys, bounds, widths,
+        _select_candidates_kernel, segments.part_table.shape[0], keys,
+        segments.part_table, offsets, keys, bounds, widths,
         near, near_counts, tickets,
         thresholds,
         keys.numel(),
@@ -315,7 +319,7 @@ def pack_payload(
     thresholds: Tensor,  # i64 (scopes,)
     velocity: Tensor | None,  # in-out: f32 or bf16 (padded,), None: not masked
     residual: Tensor,  # in-out: f32 or bf16 (padded,)
-    flag: Tensor,  # in-out: i32 (1,): a gradient was not finite; reset
+    flag: Tensor,  # in-out: i32 (1,): a candidate was not finite; reset
     seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
     shared: Tensor,  # scratch: i64 (1 + 2 ceil(capacity / PACK),), zeros at first
     starts: Tensor,  # out: i32 (pages + 1,): first value of every page, and their number
@@ -337,6 +341,6 @@ def pack_payload(
         keys.numel(), segments.num_blocks, programs, segments.num_pages, values.numel(), len(segments.numels),
         header.numel() - HEADER_WORDS,
         PER_TENSOR=segments.per_tensor, MASK_VELOCITY=velocity is not None, HALF=residual.itemsize == 2,
-        WIRE=ELEMENT[values.dtype], VERSION=FORMAT_VERSION, FIRST=HEADER_WORDS, PAGE=PAGE, LOOK_BACK=_LOOK_BACK,
+        WIRE=ELEMENT[values.dtype], VERSION=ENCODING[values.dtype], FIRST=HEADER_WORDS, PAGE=PAGE, LOOK_BACK=_LOOK_BACK,
         CHUNK=PACK, BLOCK=BLOCK, shape="page",
     )  # fmt: skip

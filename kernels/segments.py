@@ -16,7 +16,8 @@ from torch import Tensor
 BLOCK = 2048
 PAGE = 65536
 BLOCKS_PER_PAGE = PAGE // BLOCK
-_BLOCKS_PER_GROUP = 128  # some 800 candidates at density 0.001: what one program of the selection looks at
+WORDS = BLOCK // 32  # of a block where an element is a bit
+_BLOCKS_PER_PART = 128  # some 800 candidates at density 0.001: what one program of the selection looks at
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Segments:
     start_table: Tensor  # i64 (segments,): first element in the compact (unpadded) order
     first_blocks: Tensor  # i64 (segments + 1,)
     scope_blocks: Tensor  # i64 (scopes + 1,): first block of every scope
-    group_table: Tensor  # i64 (groups, 4): scope, first and last block of pieces of scopes; how many the scope has
+    part_table: Tensor  # i64 (parts, 5): scope, its first block and the next one's; number of the part, of how many
     slices: tuple[slice, ...]  # of the padded space
     compact_slices: tuple[slice, ...]
 
@@ -52,10 +53,11 @@ class Segments:
             first_blocks.append(first_blocks[-1] + blocks)
             start += numel
         scope_blocks = first_blocks if per_tensor else [0, first_blocks[-1]]
-        groups = [
-            (scope, first, min(first + _BLOCKS_PER_GROUP, end), -(-(end - begin) // _BLOCKS_PER_GROUP))
+        parts = [
+            (scope, begin, end, part, count)
             for scope, (begin, end) in enumerate(pairwise(scope_blocks))
-            for first in range(begin, end, _BLOCKS_PER_GROUP)
+            for count in [-(-(end - begin) // _BLOCKS_PER_PART)]
+            for part in range(count)
         ]
 
         def i64(values: Sequence[Any]) -> Tensor:
@@ -71,7 +73,7 @@ class Segments:
             start_table=i64(starts),
             first_blocks=i64(first_blocks),
             scope_blocks=i64(scope_blocks),
-            group_table=i64(groups).view(-1, 4),
+            part_table=i64(parts).view(-1, 5),
             slices=tuple(slices),
             compact_slices=tuple(compact),
         )
@@ -101,7 +103,7 @@ class Operands:
 
     All tensors of a segment share one dense layout, so that "element i" is the i-th in memory. A missing gradient is
     None, address 0. Addresses are sent only when one changed, from pinned memory that is not reused while a copy from
-    it is pending; under stream capture from a buffer of its own, which the graph replays.
+    it is pending; under stream capture as arguments of kernels, which the graph keeps, for every capture its own.
     """
 
     _SLOTS = 4
@@ -115,9 +117,9 @@ class Operands:
         self._sent: list[list[int]] | None = None
         self._slot = 0
         if device.type == "cuda":
-            shape = (self._SLOTS + 1, *self.addresses.shape)
-            self._pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+            self._pinned = torch.empty((self._SLOTS, *self.addresses.shape), dtype=torch.int64, pin_memory=True)
             self._copied = [torch.cuda.Event() for _ in range(self._SLOTS)]
+            self._cells = list(self.addresses.view(-1).unbind())
 
     @property
     def lacking(self) -> bool:
@@ -139,8 +141,8 @@ class Operands:
         if not self.addresses.is_cuda:
             self.addresses.copy_(host)
         elif torch.cuda.is_current_stream_capturing():
-            self._pinned[self._SLOTS].copy_(host)
-            self.addresses.copy_(self._pinned[self._SLOTS], non_blocking=True)
+            self.addresses.zero_()
+            torch._foreach_add_(self._cells, host.view(-1).tolist())
         else:
             self._slot = (self._slot + 1) % self._SLOTS
             if not self._copied[self._slot].query():

@@ -35,11 +35,10 @@ from triton.runtime.jit import JITFunction
 import fusedcomp.kernels
 from fusedcomp.kernels._launch import INTERPRET
 from fusedcomp.kernels.accumulate import ACCUMULATE
-from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.headers import HEADER_WORDS
 from fusedcomp.kernels.sample import SAMPLES
-from fusedcomp.kernels.segments import Operands, Segments
+from fusedcomp.kernels.segments import WORDS, Operands, Segments
 
 MODULES = [
     importlib.import_module(f"fusedcomp.kernels.{module.name}")
@@ -84,7 +83,8 @@ MEMORY = [
     for name in reversed(ACCUMULATE)
 ]
 DECAY = [{}, {"weight_decay": 0.0}]
-LARS = [{}, {"trust": None, "partials": None}]  # trust ratios come from norms: never without them
+# Trust ratios come from norms: never without them. With them, for want of a choice of its own, goes the scale.
+LARS = [{"grad_scale": -1.0}, {"trust": None, "partials": None}]
 HALF = [{"half_states": True}, {}]
 ELEMENTS = [{"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 WIRE = [{"wire": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
@@ -103,8 +103,8 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "compress": (MEMORY, DECAY, LARS, SCOPE, TYPES),
     "compress_all": (MEMORY, DECAY, LARS, TYPES),
     "settle": (MEMORY, DECAY, without("trust"), TYPES),
-    "gather_candidates": (SCOPE, HALF),
-    "select_candidates": (),
+    "list_candidates": (),
+    "select_candidates": (HALF,),
     "pack_payload": (SCOPE, without("velocity"), HALF, WIRE),
     "apply_payloads": (without("headers"), WIRE, ELEMENTS),
     "pack_dense": (ELEMENTS,),
@@ -176,7 +176,7 @@ def arguments(
         "ranks": i64(scopes),
         "aims": i64(scopes),
         "counts": i32(blocks),
-        "staged": torch.empty((blocks, STAGE), dtype=torch.int16),
+        "marks": i32(blocks, WORDS),
         "offsets": i64(blocks + 1),
         "keys": i64(sizes.capacity, device=sizes.device),
         "bounds": i64(scopes, 3),

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.headers import HEADER_WORDS
 from fusedcomp.kernels.refine import PACK, SCAN
-from fusedcomp.kernels.segments import BLOCK, Operands, Segments
+from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments
 
 POISON = -12345.0
 
@@ -123,7 +122,7 @@ def scratch(case: Case, capacity: int, k: int, wire: torch.dtype = torch.float32
 
     return {
         "counts": ints(segments.num_blocks, dtype=torch.int32),
-        "staged": ints(segments.num_blocks, STAGE, dtype=torch.int16),
+        "marks": ints(segments.num_blocks, WORDS, dtype=torch.int32),
         "partials": torch.full((segments.num_blocks, 2), POISON, device=device),
         "flag": torch.zeros(1, dtype=torch.int32, device=device),
         "offsets": ints(segments.num_blocks + 1),

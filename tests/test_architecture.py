@@ -20,8 +20,8 @@ LAYERS = (
     {"kernels"},
     {"_dispatch", "wire", "buckets"},
     {"compressors", "memories", "collectives", "rules"},
-    {"checks", "checkpoint", "pipeline"},
-    {"overlap", "optimizer", "optim"},
+    {"checks", "checkpoint", "buffers", "pipeline"},
+    {"metrics", "overlap", "optimizer", "optim"},
     {"__init__"},  # the public names
     {"demo", "__main__"},
 )

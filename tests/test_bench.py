@@ -33,7 +33,7 @@ import tables  # noqa: E402
 import trained  # noqa: E402
 import workloads  # noqa: E402
 from fusedcomp import LARS  # noqa: E402
-from fusedcomp.kernels.segments import Operands, Segments  # noqa: E402
+from fusedcomp.kernels.segments import WORDS, Operands, Segments  # noqa: E402
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -251,7 +251,8 @@ def test_the_bandwidth_twin_moves_every_element(momentum: float | None, decay: f
         states = [s.bfloat16().view(torch.int16) for s in states]
     moved, expected = [[s.clone() for s in states] for _ in range(2)]
     counts = torch.zeros(segments.num_blocks, dtype=torch.int32, device=DEVICE)
-    bandwidth.move_by_kernel(segments, operands, *moved, counts, momentum, decay)
+    marks = torch.zeros(segments.num_blocks, WORDS, dtype=torch.int32, device=DEVICE)
+    bandwidth.move_by_kernel(segments, operands, *moved, counts, marks, momentum, decay)
     bandwidth.move_in_torch(segments.slices, operands, *expected, momentum, decay)
     for a, b in zip(moved, expected, strict=True):
         close = dict(rtol=2e-2, atol=2e-2) if half else dict(rtol=1e-6, atol=1e-6)

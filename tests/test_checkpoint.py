@@ -161,6 +161,27 @@ def test_other_optimizers_checkpoints_are_refused() -> None:
         optimizer.load_state_dict(damped.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("make", "missing"),
+    [
+        (lambda p: torch.optim.Adam(p), "'momentum'"),
+        (lambda p: torch.optim.RMSprop(p), "'nesterov'"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), None),
+    ],
+    ids=["adam", "rmsprop", "sgd"],
+)
+def test_checkpoints_without_a_step_are_told_apart(make: object, missing: str | None) -> None:
+    """No state yet says whose they are: the keys of their param groups do."""
+    optimizer = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01))
+    saved = make(small().parameters()).state_dict()
+    if missing is None:
+        optimizer.load_state_dict(saved)
+        return
+    with pytest.raises(ValueError, match=f"not one of SGD or LARS: a param group has no {missing}"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_another_world_size_is_reported() -> None:
     saved = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01)).state_dict()
     saved["param_groups"][0]["fusedcomp"]["world_size"] = 8

@@ -1,6 +1,7 @@
 """The backward contract: misuse raises on every rank with the way out, and leaves replicas equal and usable."""
 
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -120,6 +121,43 @@ def test_misuse_on_one_rank_reaches_all() -> None:
         assert "another rank failed" in innocent[1]
         assert "another rank" not in guilty[1]
         assert innocent[2:] == guilty[2:]
+
+
+def converted_step(model: nn.Module, optimizer: fusedcomp.SGD, rank: int, after: bool) -> None:
+    """Rank 1 converts its model, before backward or after it."""
+    inputs, targets = batch(rank, 6)
+    if rank == 1 and not after:
+        model.half()
+    nn.functional.cross_entropy(model(inputs.to(model[0].weight.dtype)).float(), targets).backward()
+    if rank == 1 and after:
+        model.half()
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def converted(rank: int, world: int) -> list[tuple[str, str, float]]:
+    results = []
+    for after, overlap, compressor in product((False, True), (False, True), (fusedcomp.Identity(), TopK(0.01))):
+        model = net()
+        optimizer = optimizer_for(model, compressor=compressor, overlap=overlap)
+        step_ok(model, optimizer, rank, 5)
+        start, messages = time.monotonic(), []
+        for _ in range(2):  # it stays so until the optimizer is built anew
+            messages.append(message_of(lambda m=model, o=optimizer, a=after: converted_step(m, o, rank, a)))
+            model.zero_grad()
+        results.append((*messages, time.monotonic() - start))
+    return results
+
+
+def test_a_model_converted_on_one_rank_reaches_all() -> None:
+    """Nothing is applied where parameters are not what they were: a kernel would write past them."""
+    for innocent, guilty in zip(*run(converted, 2), strict=True):
+        for message in innocent[:2]:
+            assert "another rank failed" in message
+        for message in guilty[:2]:
+            assert "torch.float16" in message, message
+            assert "build it after moving or converting the model" in message
+        assert innocent[2] < 20
 
 
 def gone(rank: int, world: int) -> tuple[str, float]:
@@ -257,6 +295,39 @@ def test_ranks_built_differently_are_refused_by_field() -> None:
         assert message.startswith("ValueError: ranks were given different optimizers"), message
         assert field in message, message
         assert message == other
+
+
+# What only rank 1 gets wrong, before the ranks have agreed.
+REFUSED = {
+    "lr": lambda p: fusedcomp.SGD(p, lr=-1.0),
+    "state_dtype": lambda p: fusedcomp.SGD(p, state_dtype=torch.float64),
+    "fused": lambda p: fusedcomp.SGD(p, fused=True),
+    "is torch.float64": lambda p: fusedcomp.SGD([*p, nn.Parameter(torch.zeros(3, dtype=torch.float64))], lr=0.1),
+    "empty": lambda p: fusedcomp.LARS([], lr=0.1),
+}
+
+
+def refused_on_one_rank(rank: int, world: int) -> tuple[list[str], float, bytes]:
+    start, messages = time.monotonic(), []
+    for build in REFUSED.values():
+        made = build if rank == 1 else lambda p: fusedcomp.SGD(p, lr=0.1)
+        messages.append(message_of(lambda make=made: make(net().parameters())))
+    model, extra = net(), nn.Linear(8, 8)
+    optimizer = optimizer_for(model)
+    group = {"params": list(extra.named_parameters()), "momentum": 0.5 + rank}
+    messages.append(message_of(lambda: optimizer.add_param_group(group)))
+    step_ok(model, optimizer, rank, 0)  # the group is gone on all ranks
+    return messages, time.monotonic() - start, digest(model)
+
+
+def test_an_argument_refused_on_one_rank_is_refused_on_all() -> None:
+    """At once, not after the process group's timeout; the rank that got it wrong says what."""
+    innocent, guilty = run(refused_on_one_rank, 2)
+    for own, message, other in zip([*REFUSED, "momentum"], guilty[0], innocent[0], strict=True):
+        assert own in message
+        assert other == "ValueError: rank 1 refused its arguments; its own error says why"
+    assert max(innocent[1], guilty[1]) < 20
+    assert innocent[2] == guilty[2]
 
 
 def two_optimizers(rank: int, world: int) -> tuple[bytes, bytes]:

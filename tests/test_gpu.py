@@ -11,7 +11,7 @@ import fusedcomp
 from fusedcomp import TopK
 from fusedcomp.kernels import compress
 from fusedcomp.kernels.apply import apply_payloads
-from fusedcomp.kernels.segments import Operands, Segments
+from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments
 
 pytestmark = pytest.mark.gpu
 
@@ -164,6 +164,23 @@ def test_capture_during_warmup_is_refused() -> None:
         step()
 
 
+def test_steps_of_one_graph_keep_their_own_addresses() -> None:
+    """Gradients of two captured steps lie at different places: a replay finds both."""
+    params = [torch.zeros(3000, device="cuda") for _ in range(300)]
+    operands = Operands(params)
+    sets = [[torch.ones_like(p) for p in params] for _ in range(2)]
+    seen = [torch.zeros_like(operands.addresses) for _ in sets]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for grads, addresses in zip(sets, seen, strict=True):
+            operands.update(grads)
+            addresses.copy_(operands.addresses)
+    for _ in range(2):
+        graph.replay()
+        for grads, addresses in zip(sets, seen, strict=True):
+            assert addresses.tolist() == [[g.data_ptr() for g in grads], [p.data_ptr() for p in params]]
+
+
 def test_offsets_past_2_31() -> None:
     """A parameter of 2**31 + 7 elements: its last element is compressed and applied, the first is left alone."""
     numel, device = 2**31 + 7, torch.device("cuda")
@@ -176,15 +193,16 @@ def test_offsets_past_2_31() -> None:
     operands.update([grad])
     residual = torch.zeros(segments.padded_numel, device=device)
     counts = torch.full((segments.num_blocks,), -7, dtype=torch.int32, device=device)
-    staged = torch.zeros((segments.num_blocks, compress.STAGE), dtype=torch.int16, device=device)
-    seed, flag = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+    marks = torch.full((segments.num_blocks, WORDS), -7, dtype=torch.int32, device=device)
+    seed = torch.zeros(1, dtype=torch.int32, device=device)
     least = torch.tensor([1 << 32], device=device)
     compress.compress(
-        segments, operands, None, residual, least, None, seed, None, residual, counts, staged, None, flag,
+        segments, operands, None, residual, least, None, seed, None, residual, counts, marks, None,
         accumulate="residual", grad_scale=1.0, weight_decay=0.0, momentum=0.0,
     )  # fmt: skip
-    assert int(counts.sum()) == 1
-    assert int(counts[-1]) == 1
+    assert int(counts.sum()) == int(counts[-1]) == 1
+    assert int(marks.count_nonzero()) == 1
+    assert int(marks[-1, 0]) == 1 << (numel - 1) % BLOCK
     assert float(residual[numel - 1]) == 5.0
     starts = torch.zeros((1, segments.num_pages + 1), dtype=torch.int32, device=device)
     starts[0, -1] = 1

@@ -63,7 +63,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) -> dict[str, Tensor]:
-    """sample -> compress -> gather -> select -> pack, everything written comes back."""
+    """sample -> compress -> list -> select -> pack, everything written comes back."""
     options = STEP | step
     segments, operands = case.segments, case.operands()
     velocity = case.velocity if options["accumulate"] in ("momentum", "nesterov") else None
@@ -84,20 +84,19 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     out["sampled_thresholds"] = thresholds.clone()
     modules["compress"].compress(
         segments, operands, velocity, case.residual, thresholds, trust, case.seed, velocity, case.residual,
-        out["counts"], out["staged"], out["partials"], out["flag"], **options,
+        out["counts"], out["marks"], out["partials"], **options,
     )  # fmt: skip
-    out["flag_of_the_pass"] = out["flag"].clone()
     out["residual_before_pack"] = case.residual.clone()
-    modules["refine"].gather_candidates(
-        segments, out["counts"], out["staged"], case.residual, thresholds, case.seed, out["scanned"],
-        out["offsets"], out["keys"], out["indices"],
-    )  # fmt: skip
+    modules["refine"].list_candidates(
+        segments, out["counts"], out["marks"], out["scanned"], out["offsets"], out["indices"]
+    )
     bounds, near = i64(*[(-7, -7, -7)] * len(ks)), torch.full_like(out["keys"], -7)
     near_counts = torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
     modules["refine"].select_candidates(
-        segments, out["keys"], out["offsets"], ranks, widths, out["histograms"], bounds, near, near_counts,
-        out["tickets"], thresholds,
+        segments, out["offsets"], out["indices"], case.residual, case.seed, ranks, widths, out["histograms"], bounds,
+        near, near_counts, out["tickets"], thresholds, out["keys"], out["flag"],
     )  # fmt: skip
+    out["flag_before_pack"] = out["flag"].clone()
     assert not near_counts.any()
     modules["refine"].pack_payload(
         segments, operands, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
@@ -192,12 +191,12 @@ def test_unaligned_addresses(shift: int) -> None:
 @pytest.mark.parametrize("values", ["ties", "clustered", "nan", "inf"])
 @pytest.mark.parametrize("per_tensor", [False, True], ids=["bucket", "tensor"])
 def test_unusual_values(values: str, per_tensor: bool) -> None:
-    """Ties; hundreds of winners in one block (its staging row overflows); a broken gradient sets the flag."""
+    """Ties; hundreds of winners in one block; a broken gradient sets the flag."""
     case = build((4096, 3000, 6144), device=DEVICE, per_tensor=per_tensor, values=values)
     out = both(case, 0.1)
-    assert int(out["flag_of_the_pass"]) == (values in ("nan", "inf")) == int(out["header"][2])
+    assert int(out["flag_before_pack"]) == (values in ("nan", "inf")) == int(out["header"][2])
     if values == "clustered" and not per_tensor:
-        assert int(out["counts"][0]) > out["staged"].shape[1], "this case is to overflow a staging row"
+        assert int(out["offsets"][1]) > 512, "this case is to crowd a block"
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 1.0])
@@ -240,7 +239,7 @@ def test_separate_output_states() -> None:
         before = case.copy()
         modules["compress"].compress(
             case.segments, case.operands(), case.velocity, case.residual, i64(1 << 62), case.trust, case.seed,
-            velocity, residual, out["counts"], out["staged"], out["partials"], out["flag"], **STEP,
+            velocity, residual, out["counts"], out["marks"], out["partials"], **STEP,
         )  # fmt: skip
         assert torch.equal(case.velocity, before.velocity)
         assert torch.equal(case.residual, before.residual)

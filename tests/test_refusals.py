@@ -43,6 +43,22 @@ def test_bad_arguments_fail_at_construction(argument: str) -> None:
     assert value in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("process_group", None), ("overlap", False), ("bucket_cap_mb", 1.0), ("state_dtype", torch.bfloat16)],
+)
+def test_what_holds_for_all_groups_is_refused_in_one(argument: str, value: object) -> None:
+    """It would be ignored; keys that others put there, such as a name, are theirs."""
+    model = net()
+    optimizer = SGD([{"params": model[0].parameters(), "name": "first", "lr_scale": 0.1}], lr=0.1)
+    rest = {"params": model[2].parameters(), argument: value}
+    for build in (lambda: SGD([rest], lr=0.1), lambda: optimizer.add_param_group(rest)):
+        with pytest.raises(ValueError, match=argument) as caught:
+            build()
+        assert repr(value) in str(caught.value)
+    assert len(optimizer.param_groups) == 1
+
+
 def test_neutral_torch_arguments_are_accepted() -> None:
     SGD(net().parameters(), 0.1, 0.9, 0, 1e-4, True, foreach=None, fused=False, differentiable=False)
 

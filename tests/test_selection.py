@@ -42,7 +42,7 @@ def watch(exchange: SparseExchange, records: list[tuple[int, int, int, bool]]) -
 
     exchange.ops = type(exchange.ops)(**vars(exchange.ops))
     exchange.ops.refine = type(exchange.ops)(
-        gather_candidates=refine.gather_candidates,
+        list_candidates=refine.list_candidates,
         select_candidates=refine.select_candidates,
         pack_payload=pack_and_compare,
     )

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from fusedcomp.kernels.compress import STAGE
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
-from fusedcomp.kernels.reference.elements import INFINITE, rounding_noise, stochastic
-from fusedcomp.kernels.reference.keys import magnitude_bits, selection_key
+from fusedcomp.kernels.reference.elements import rounding_noise, stochastic
+from fusedcomp.kernels.reference.keys import selection_key
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments, memory_order
 
 
@@ -35,13 +34,12 @@ def _accumulate_segment(
     residual_in: Tensor,
     trust: Tensor | None,
     partials: Tensor | None,
-    flag: Tensor,
     accumulate: str,
     grad_scale: float,
     weight_decay: float,
     momentum: float,
 ) -> tuple[Tensor | None, Tensor]:
-    """New velocity and residual of one segment, not rounded; its norms and its flag on the way."""
+    """New velocity and residual of one segment, not rounded; its norms on the way."""
     grad, where = operands.grads[segment], segments.slices[segment]
     old_velocity = None if velocity_in is None else velocity_in[where].to(torch.float32, copy=True)
     old_residual = residual_in[where].to(torch.float32, copy=True)
@@ -53,7 +51,6 @@ def _accumulate_segment(
         _sum_squares(param.float(), partials[blocks, 1])
     if grad is None:
         return old_velocity, old_residual
-    flag |= (magnitude_bits(memory_order(grad).float() * grad_scale) >= INFINITE).any().to(torch.int32)
     g = prepared(memory_order(grad), param, trust, segment, grad_scale, weight_decay)
     velocity, residual = ACCUMULATE[accumulate](
         g, old_residual if old_velocity is None else old_velocity, old_residual, momentum
@@ -72,9 +69,8 @@ def compress(
     velocity_out: Tensor | None,
     residual_out: Tensor,
     counts: Tensor,
-    staged: Tensor,
+    marks: Tensor,
     partials: Tensor | None,
-    flag: Tensor,
     *,
     accumulate: str,
     grad_scale: float,
@@ -86,7 +82,7 @@ def compress(
     chosen = torch.zeros(segments.padded_numel, dtype=torch.bool, device=residual_in.device)
     for segment, where in enumerate(segments.slices):
         velocity, residual = _accumulate_segment(
-            segments, operands, segment, velocity_in, residual_in, trust, partials, flag, *numbers
+            segments, operands, segment, velocity_in, residual_in, trust, partials, *numbers
         )
         index = torch.arange(where.start, where.stop, device=residual.device)
         noise = rounding_noise(index, seed)
@@ -98,12 +94,9 @@ def compress(
             key = selection_key(residual, index, seed, residual_out.itemsize == 2)
             chosen[where] = key >= thresholds[segments.scope_of(segment)]
     _clear_padding(segments, velocity_out, residual_out)
-    rows = chosen.view(-1, BLOCK)
-    counts.copy_(rows.sum(1))
-    block, offset = rows.nonzero(as_tuple=True)
-    position = torch.arange(block.numel(), device=block.device) - (counts.cumsum(0) - counts)[block]
-    fits = counts[block] <= STAGE
-    staged[block[fits], position[fits]] = offset[fits].to(torch.int16)
+    counts.copy_(chosen.view(-1, BLOCK).sum(1))
+    bits = chosen.view(*marks.shape, 32).long() << torch.arange(32, device=chosen.device)
+    marks.copy_(bits.sum(2).to(torch.int32))
 
 
 def compress_all(
@@ -127,12 +120,15 @@ def compress_all(
     numbers = (accumulate, grad_scale, weight_decay, momentum)
     for segment, where in enumerate(segments.slices):
         velocity, residual = _accumulate_segment(
-            segments, operands, segment, velocity_in, residual_in, trust, partials, flag, *numbers
+            segments, operands, segment, velocity_in, residual_in, trust, partials, *numbers
         )
         if velocity_out is not None and velocity is not None:
             noise = rounding_noise(torch.arange(where.start, where.stop, device=residual.device), seed)
             velocity_out[where] = stochastic(velocity, noise >> 16, velocity_out.itemsize == 2)
-        present = operands.grads[segment] is not None
+        grad = operands.grads[segment]
+        present = grad is not None
+        if grad is not None:
+            flag |= (~grad.isfinite()).any().to(torch.int32)
         sent[segments.compact_slices[segment]] = residual if present else 0.0
         residual_out[where] = 0.0 if present else residual
     _clear_padding(segments, velocity_out, residual_out)

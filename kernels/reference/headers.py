@@ -7,6 +7,7 @@ from fusedcomp.kernels.headers import FORMAT_VERSION, HEADER_WORDS
 from fusedcomp.kernels.segments import Operands
 
 NON_FINITE, FAILED = 1, 2
+A_RANK_FAILED, RANKS_DIFFER = 1, 2
 
 
 def _presence(operands: Operands) -> Tensor:
@@ -17,9 +18,9 @@ def _bits(words: Tensor, count: int) -> Tensor:
     return ((words[..., None] >> torch.arange(32, device=words.device)) & 1).flatten(-2)[..., :count]
 
 
-def end_payload(operands: Operands, flag: Tensor, seed: Tensor, header: Tensor, count: Tensor) -> None:
+def end_payload(operands: Operands, flag: Tensor, seed: Tensor, header: Tensor, count: Tensor, version: int) -> None:
     """What ``fill_header`` does on the device."""
-    header[0] = FORMAT_VERSION
+    header[0] = version
     header[1] = count
     header[2] = (flag[0] != 0) * NON_FINITE
     header[3] = seed[0]
@@ -39,8 +40,11 @@ def write_failure(seed: Tensor, header: Tensor) -> None:
 
 
 def read_headers(headers: Tensor, status: Tensor, present: Tensor) -> None:
-    status[0] += ((headers[:, 2] & NON_FINITE) != 0).any()
-    status[1] |= ((headers[:, 2] & FAILED) != 0).any()
+    status[0] += int(((headers[:, 2] & NON_FINITE) != 0).any())
+    failed = (headers[:, 2] & FAILED) != 0
+    status[1] |= int(failed.any()) * A_RANK_FAILED
+    origins = headers[~failed][:, [0, 3]]  # version and step
+    status[1] |= int((origins != origins[:1]).any()) * RANKS_DIFFER
     present.copy_(_bits(headers[:, HEADER_WORDS:], present.numel()).amax(0))
 
 
@@ -53,5 +57,5 @@ def write_trailer(operands: Operands, flag: Tensor, trailer: Tensor, *, failed: 
 
 def read_trailer(trailer: Tensor, status: Tensor, present: Tensor) -> None:
     present.copy_(trailer[:-2] > 0.0)
-    status[0] += trailer[-2] > 0.0
-    status[1] |= (trailer[-1] > 0.0).int()
+    status[0] += int(trailer[-2] > 0.0)
+    status[1] |= int(trailer[-1] > 0.0) * A_RANK_FAILED

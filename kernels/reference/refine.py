@@ -3,43 +3,29 @@
 import torch
 from torch import Tensor
 
+from fusedcomp.kernels.headers import ENCODING
 from fusedcomp.kernels.reference.elements import narrow_clamped
 from fusedcomp.kernels.reference.headers import end_payload
 from fusedcomp.kernels.reference.keys import selection_key
 from fusedcomp.kernels.segments import BLOCK, PAGE, Operands, Segments
 
 
-def gather_candidates(
-    segments: Segments,
-    counts: Tensor,
-    staged: Tensor,
-    residual: Tensor,
-    thresholds: Tensor,
-    seed: Tensor,
-    shared: Tensor,
-    offsets: Tensor,
-    keys: Tensor,
-    indices: Tensor,
+def list_candidates(
+    segments: Segments, counts: Tensor, marks: Tensor, shared: Tensor, offsets: Tensor, indices: Tensor
 ) -> None:
     offsets[0] = 0
     torch.cumsum(counts, 0, out=offsets[1:])
-    block_scope = segments.block_table[:, 0].long() if segments.per_tensor else torch.zeros_like(counts).long()
-    index = torch.arange(segments.padded_numel, device=residual.device)
-    key = selection_key(residual.float(), index, seed, residual.itemsize == 2)
-    valid = torch.zeros_like(residual, dtype=torch.bool)
-    for where in segments.slices:
-        valid[where] = True
-    chosen = valid & (key >= thresholds[block_scope].repeat_interleave(BLOCK))
-    chosen &= (counts > 0).repeat_interleave(BLOCK)  # a segment without a gradient has no candidates
-    found = chosen.nonzero().view(-1)[: keys.numel()]
-    keys[: found.numel()] = key[found]
+    bits = marks.view(-1, 1) >> torch.arange(32, device=marks.device) & 1
+    found = bits.view(-1).nonzero().view(-1)[: indices.numel()]
     indices[: found.numel()] = found
 
 
 def select_candidates(
     segments: Segments,
-    keys: Tensor,
     offsets: Tensor,
+    indices: Tensor,
+    residual: Tensor,
+    seed: Tensor,
     ranks: Tensor,
     widths: Tensor,
     histograms: Tensor,
@@ -48,8 +34,13 @@ def select_candidates(
     near_counts: Tensor,
     tickets: Tensor,
     thresholds: Tensor,
+    keys: Tensor,
+    flag: Tensor,
 ) -> None:
     limits = offsets[segments.scope_blocks].clamp(max=keys.numel()).tolist()
+    found = indices[: limits[-1]]
+    keys[: limits[-1]] = selection_key(residual[found].float(), found, seed, residual.itemsize == 2)
+    flag |= (~residual[found].isfinite()).any().to(torch.int32)
     for scope, rank in enumerate(ranks.tolist()):
         mine = keys[limits[scope] : limits[scope + 1]]
         thresholds[scope] = torch.topk(mine, rank).values[-1] if mine.numel() > rank else 0
@@ -89,4 +80,4 @@ def pack_payload(
     residual[won] = 0.0 if lossless else torch.where(value.isfinite(), value - sent.float(), 0.0)
     if velocity is not None:
         velocity[won] = 0.0
-    end_payload(operands, flag, seed, header, starts[-1])
+    end_payload(operands, flag, seed, header, starts[-1], ENCODING[values.dtype])

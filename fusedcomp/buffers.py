@@ -1,0 +1,114 @@
+"""Buffers: what an exchange works in beside the states; no checkpoint needs them.
+
+PayloadBuffers  a compressed bucket's payloads, and the scratch that depends on k
+Reduced         the flat sum over ranks of a bucket that goes dense
+sample_table    which elements a bucket's threshold is sampled from
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedcomp.buckets import Bucket
+from fusedcomp.compressors import Selection, TopK, num_samples
+from fusedcomp.kernels.refine import PACK
+from fusedcomp.kernels.sample import SAMPLES
+from fusedcomp.kernels.segments import Operands, Segments
+from fusedcomp.wire import Payload, PayloadLayout, dense_numel
+
+
+@dataclass
+class PayloadBuffers:
+    """What depends on k: made anew when the density changes."""
+
+    layout: PayloadLayout
+    ranks: Tensor  # i64 (scopes,)
+    sample_ranks: Tensor  # i64 (scopes,)
+    sample_aims: Tensor  # i64 (scopes,)
+    keys: Tensor  # i64 (capacity,)
+    indices: Tensor  # i64 (capacity,)
+    near: Tensor  # i64 (capacity,)
+    packed: Tensor  # i64 (1 + 2 programs of pack_payload,)
+    own: Tensor  # u8 (nbytes,)
+    received: Tensor  # u8 (world, nbytes)
+    payload: Payload  # views of ``own``
+    payloads: Payload  # views of ``received``
+
+    @staticmethod
+    def allocate(layout: PayloadLayout, selection: Selection, world: int, device: torch.device) -> "PayloadBuffers":
+        """Zeros, and the numbers of the selection, sent without waiting."""
+
+        def i64(values: Sequence[int]) -> Tensor:
+            host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+            return host.to(device, non_blocking=True)
+
+        def zeros(numel: int) -> Tensor:
+            return torch.zeros(numel, dtype=torch.int64, device=device)
+
+        received = torch.zeros((world, layout.nbytes), dtype=torch.uint8, device=device)
+        own = received[0] if world == 1 else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        return PayloadBuffers(
+            layout,
+            i64(selection.ks),
+            i64(selection.sample_ranks),
+            i64(selection.sample_aims),
+            zeros(selection.capacity),
+            zeros(selection.capacity),
+            zeros(selection.capacity),
+            zeros(1 + 2 * -(-selection.capacity // PACK)),
+            own,
+            received,
+            layout.views(own.view(1, -1)),
+            layout.views(received),
+        )
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A flat buffer that is summed over ranks (wire.py), and views into it."""
+
+    whole: Tensor
+    values: Tensor  # f32 (numel,)
+    trailer: Tensor  # f32 (segments + 2,)
+    norms: Tensor  # f32 (2 * segments,) or (0,)
+    as_grads: Operands  # gradients: the segments of ``values``; parameters: the bucket's
+    as_params: Operands  # parameters: the segments of ``values``
+
+    @staticmethod
+    def allocate(bucket: Bucket, with_norms: bool) -> "Reduced":
+        """A zeroed buffer for one bucket."""
+        segments = bucket.segments
+        count = len(segments.numels)
+        whole = torch.zeros(dense_numel(count, segments.numel, with_norms), device=bucket.device)
+        values, trailer, norms = whole.split([segments.numel, count + 2, len(whole) - segments.numel - count - 2])
+        views = [values[where] for where in segments.compact_slices]
+        as_grads, as_params = Operands(bucket.params), Operands(views)
+        as_grads.update(views)
+        as_params.update([None] * count)
+        return Reduced(whole, values, trailer, norms, as_grads, as_params)
+
+    def gradients(self) -> Operands:
+        """The sums as gradients beside the parameters, wherever those are by now."""
+        self.as_grads.update(self.as_grads.grads)
+        return self.as_grads
+
+
+def sample_table(compressor: TopK, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Evenly spaced (segment, offset) pairs for every scope, and which programs' share they are (sample.py)."""
+    starts = torch.tensor([s.start for s in segments.compact_slices])
+    rows: list[Tensor] = []
+    groups: list[tuple[int, int, int]] = []
+    first = 0
+    for scope, numel in enumerate(segments.scope_numels):
+        samples = num_samples(compressor, numel)
+        position = torch.arange(samples, dtype=torch.int64) * numel // samples + first
+        segment = torch.searchsorted(starts, position, right=True) - 1
+        rows.append(torch.stack([segment, position - starts[segment]], 1))
+        rows.append(torch.tensor([[-1, 0]]).repeat(-samples % SAMPLES, 1))
+        programs = range(len(groups), len(groups) + -(-samples // SAMPLES))
+        groups += [(scope, programs.start, programs.stop)] * len(programs)
+        first += numel
+    device = segments.block_table.device
+    return torch.cat(rows).to(device), torch.tensor(groups, dtype=torch.int32, device=device)

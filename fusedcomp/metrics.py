@@ -1,0 +1,30 @@
+"""Metrics: what the last step did, over all buckets, as device tensors. Nothing here asks the device for a value."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedcomp.pipeline import Exchange, SparseExchange
+
+
+def of_step(exchanges: Sequence[Exchange], status: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """What ``CompressedOptimizer.metrics`` documents."""
+    parts = [exchange.metrics() for exchange in exchanges if isinstance(exchange, SparseExchange)]
+
+    def total(name: str, dtype: torch.dtype = torch.int64) -> Tensor:
+        return sum((part[name] for part in parts), torch.zeros((), dtype=dtype, device=device))
+
+    def count(value: int) -> Tensor:
+        return torch.full((), value, dtype=torch.int64, device=device)
+
+    return {
+        "bytes_dense": count(sum(e.bucket.segments.numel * e.bucket.treatment.dtype.itemsize for e in exchanges)),
+        "bytes_sent": count(sum(e.nbytes for e in exchanges)),
+        "nnz": total("nnz"),
+        "candidates": total("candidates"),
+        "overflow": total("overflow"),
+        "threshold": torch.cat([torch.zeros(0, device=device), *(part["threshold"] for part in parts)]),
+        "residual_norm": total("residual_square_norm", torch.float64).sqrt().float(),
+        "nonfinite": status[0].to(device, torch.int64, non_blocking=True, copy=True),
+    }

@@ -1,0 +1,95 @@
+"""Payloads say how they are encoded and of which step they are; ranks that differ in it raise, all of them."""
+
+import pytest
+import torch
+
+import fusedcomp
+from fusedcomp import LARS, SGD, TopK, _dispatch
+from ranks import loss_of, message_of, net, run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of what calls kernels and twins directly
+
+
+def headers(*rows: tuple[int, int, int]) -> torch.Tensor:
+    """A rank per row: version, flags, step; one parameter with a gradient."""
+    return torch.tensor(
+        [[version, 0, flags, step, 1] for version, flags, step in rows], dtype=torch.int32, device=DEVICE
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([(1, 0, 7), (1, 0, 7), (1, 0, 7)], 0),
+        ([(257, 0, 7), (257, 1, 7), (257, 0, 7)], 0),
+        ([(257, 0, 7), (257, 0, 7), (513, 0, 7)], 2),
+        ([(1, 0, 7), (1, 0, 8), (1, 0, 7)], 2),
+        ([(257, 0, 7), (1, 2, 7), (257, 0, 7)], 1),  # a rank that failed has no encoding
+        ([(1, 2, 7), (257, 0, 7), (257, 0, 7)], 1),
+        ([(1, 2, 7), (257, 0, 7), (513, 0, 7)], 3),
+        ([(1, 2, 7), (1, 2, 7), (1, 2, 7)], 1),
+    ],
+)
+@pytest.mark.parametrize("kernels", [False, True], ids=["twin", "kernel"])
+def test_headers_are_compared(rows: list[tuple[int, int, int]], said: int, kernels: bool) -> None:
+    module = _dispatch._KERNELS if kernels else _dispatch._TWINS
+    status, present = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (2, 1))
+    module.headers.read_headers(headers(*rows), status, present)
+    assert status.tolist() == [int(any(flags & 1 for _, flags, _ in rows)), said]
+    module.headers.read_headers(headers((1, 2, 9)), status, present)
+    assert status[1] == said | 1, "a bucket takes nothing back of what another has said"
+
+
+@pytest.mark.parametrize("ops", ["reference", "kernels"])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_version_word_names_the_encoding(wire: torch.dtype, ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMP_OPS", ops)
+    weight = torch.nn.Parameter(torch.zeros(64, 64, device=DEVICE))
+    optimizer = SGD([weight], lr=0.1, compressor=TopK(0.1, wire_dtype=wire))
+    weight.grad = torch.randn(64, 64, device=DEVICE)
+    optimizer.step()
+    codes = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+    assert int(optimizer._exchanges[0].buffers.payload.header[0, 0]) == 1 + 256 * codes[wire]
+
+
+def step_of(model: torch.nn.Module, optimizer: fusedcomp.SGD, rank: int, step: int) -> str:
+    def one() -> None:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+    return message_of(one)
+
+
+def differing(rank: int, world: int) -> list[list[str]]:
+    results = []
+    for make in (SGD, LARS):  # LARS reads headers before it applies
+        model = net()
+        optimizer = make(
+            model.parameters(), lr=0.01, momentum=0.9, compressor=TopK(0.01, wire_dtype=torch.bfloat16),
+            bucket_cap_mb=0.05,
+        )  # fmt: skip
+        messages = [step_of(model, optimizer, rank, 0)]
+        saved = optimizer.state_dict()
+        messages.append(step_of(model, optimizer, rank, 1))
+        if rank == 1:
+            optimizer.param_groups[0]["compressor"] = TopK(0.01, wire_dtype=torch.float16)  # as many bytes
+        messages.append(step_of(model, optimizer, rank, 2))
+        optimizer.param_groups[0]["compressor"] = TopK(0.01, wire_dtype=torch.bfloat16)
+        messages.append(step_of(model, optimizer, rank, 3))
+        if rank == 1:
+            optimizer.load_state_dict(saved)
+        messages.append(step_of(model, optimizer, rank, 4))
+        optimizer.load_state_dict(saved)
+        messages.append(step_of(model, optimizer, rank, 5))
+        results.append(messages)
+    return results
+
+
+def test_ranks_that_encode_differently_or_are_at_different_steps_raise() -> None:
+    """On every rank, in the step in which it happens, and in no other."""
+    for of_rank in run(differing, 2):
+        for messages in of_rank:
+            raised = [m.startswith("RuntimeError: ranks encode their payloads differently") for m in messages]
+            assert raised == [False, False, True, False, True, False], messages
+            assert [m for m, it in zip(messages, raised, strict=True) if not it] == ["nothing was raised"] * 4
