@@ -81,9 +81,12 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Split parameters, in registration order, into buckets of up to ``cap_bytes``, in launch order.
 
+    Where they fill more than half a bucket, those whose gradients come last are one of their own, of up to a tenth of
+    ``cap_bytes``: the exchange of all others then runs beside their backward (docs/decisions/0016).
     ``per_tensor[group]``: whether selection in that param group ranks inside each tensor. Zero-size parameters belong
     to no bucket: there is nothing to do for them.
     """
+    tails = _tails(params, cap_bytes)
     open_buckets: dict[Treatment, list[int]] = {}
     closed: list[tuple[Treatment, list[int]]] = []
     for index in reversed(range(len(params))):
@@ -91,7 +94,8 @@ def plan_buckets(
         if param.numel() == 0:
             continue
         members = open_buckets.setdefault(treatment, [])
-        if members and sum(params[i][0].nbytes for i in members) + param.nbytes > cap_bytes:
+        full = sum(params[i][0].nbytes for i in members) + param.nbytes > cap_bytes
+        if members and (full or index <= tails[treatment] < members[-1]):
             closed.append((treatment, open_buckets.pop(treatment)))
             members = open_buckets.setdefault(treatment, [])
         members.append(index)
@@ -99,6 +103,24 @@ def plan_buckets(
     # A bucket is complete when its earliest parameter has its gradient: launch in the order in which that happens.
     closed.sort(key=lambda bucket: -min(bucket[1]))
     return [_build(treatment, [params[i][0] for i in members], per_tensor) for treatment, members in closed]
+
+
+def _tails(params: Sequence[tuple[Tensor, Treatment]], cap_bytes: int) -> dict[Treatment, int]:
+    """The last index of every treatment's tail; -1 where there is none."""
+    sizes: dict[Treatment, list[tuple[int, int]]] = {}
+    for index, (param, treatment) in enumerate(params):
+        sizes.setdefault(treatment, []).append((index, param.nbytes))
+    tails = dict.fromkeys(sizes, -1)
+    for treatment, members in sizes.items():
+        if 2 * sum(nbytes for _, nbytes in members) <= cap_bytes:
+            continue
+        so_far = 0
+        for index, nbytes in members:
+            so_far += nbytes
+            if 10 * so_far > cap_bytes:
+                break
+            tails[treatment] = index
+    return tails
 
 
 def _build(treatment: Treatment, params: list[Tensor], per_tensor: Sequence[bool]) -> Bucket:

@@ -16,12 +16,13 @@ _LOCK = threading.RLock()
 _NOTHING = contextlib.nullcontext()
 
 # Blocks of 2048 at 4 warps hold 16 elements a thread (docs/decisions/0002-blocks.md). With up to 128 registers four
-# programs fit on a multiprocessor; left to itself ptxas spills two values of the pass to make room for a seventh.
+# programs fit on a multiprocessor; left to itself ptxas spills two values of the pass to make room for a seventh. What
+# waits for one load after another (pages, candidates) wants more programs beside it: six, with up to 80.
 SHAPES = {
     "block": {"num_warps": 4, "maxnreg": 128},
-    "page": {"num_warps": 4, "maxnreg": 128},
+    "page": {"num_warps": 4, "maxnreg": 80},
     "item": {"num_warps": 8},
-    "stretch": {"num_warps": 16},
+    "stretch": {"num_warps": 16, "maxnreg": 128},
     "small": {"num_warps": 1},
 }
 

@@ -5,7 +5,7 @@
                        param <- param - (lr / world) * sum          rounded once
 
 One program per page takes the ranks one after another, so every parameter sees the same additions in the same order
-on every rank: no atomics, bit-identical replicas. An embedding's hot pages are shared out by place in the page.
+on every rank: no atomics, bit-identical replicas. An embedding's hot pages are shared out among several programs.
 """
 
 import triton
@@ -66,8 +66,15 @@ def _ranges(
     if SHARES == 1 or not crowded:
         low = tl.where(lane < RANKS, low, high)
         low = tl.where(share == 0, low, 0)
-    else:  # by bisection: indices ascend
-        least = (share + lane // RANKS) * (PAGE // SHARES)
+    else:
+        # The rank that sent most is cut into equal parts, the others at the same places, by bisection: indices ascend.
+        most = tl.argmax(high - low, 0)
+        first = tl.sum(tl.where(lane == most, low, 0))
+        count = tl.sum(tl.where(lane == most, high, 0)) - first
+        part = share + lane // RANKS
+        at = indices_ptr + (most % RANKS).to(tl.int64) * indices_stride + first + count * part // SHARES
+        least = tl.load(at, mask=part < SHARES, other=0).to(tl.int32) & 0xFFFF
+        least = tl.where(part == 0, 0, tl.where(part == SHARES, PAGE, least))
         while tl.max(high - low) > 0:
             middle = (low + high) // 2
             search = low < high

@@ -19,7 +19,7 @@ from fusedcomp.kernels.keys import mix32, selection_key
 from fusedcomp.kernels.order import last_arrival
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 
-SAMPLES = 256  # samples per program; a scope's fill whole programs
+SAMPLES = 512  # samples per program; a scope's fill whole programs
 TOP_SHIFT = tl.constexpr(50)  # of the first 13 of a key's 63 bits: 32 steps an octave
 LENIENCE = 4  # a threshold may let 1 / LENIENCE more samples through than asked for
 
@@ -120,5 +120,5 @@ def sample_threshold(
         grad_scale, weight_decay, momentum, len(segments.numels),
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity is not None, HAS_DECAY=weight_decay != 0.0,
         HAS_TRUST=trust is not None, HALF=residual.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], SAMPLES=SAMPLES,
-        BINS=histograms.shape[1], CHUNK=4096, LENIENCE=LENIENCE, BLOCK=BLOCK, shape="item",
+        BINS=histograms.shape[1], CHUNK=8192, LENIENCE=LENIENCE, BLOCK=BLOCK, shape="stretch",
     )  # fmt: skip
