@@ -44,6 +44,7 @@ class Book:
     """All records of a folder that are no smoke test's, oldest first."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         rows = [row for path in sorted(folder.glob("*.jsonl")) for row in records.read(path) if not row.get("quick")]
         self.rows = sorted(rows, key=lambda row: row["date"])
         self._by_key: dict[tuple[str, str, str, str], list[Record]] = {}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import records
 import sections
 import sections_ranks as ranks
 from book import CASES, Book, Record, origin, title
@@ -20,7 +19,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
 GREY = "#7F7F7F"
-TRACE = records.RESULTS / "trace_resnet50.json"
+TRACE = "trace_resnet50.json"  # beside the records
 _STYLE = {
     "svg.hashsalt": "fusedcomp",
     "svg.fonttype": "path",
@@ -238,6 +237,7 @@ def draw_split(figure: Any, data: dict[str, Any]) -> None:
 # ---- (d) one step on a time line -----------------------------------------------------------------------------------
 
 KINDS = {
+    "forward and backward": BLUE,
     "forward": SKY,
     "backward": BLUE,
     "optimizer and other": BLACK,
@@ -249,20 +249,21 @@ KINDS = {
 
 def timeline(book: Book) -> dict[str, Any] | None:
     """The profiler's summary of a step (timeline.py); as rows of (kind, stream, start ms, duration ms)."""
-    if not TRACE.exists():
+    if not (book.folder / TRACE).exists():
         return None
-    told = json.loads(TRACE.read_text())
+    told = json.loads((book.folder / TRACE).read_text())
     told = {"events": told} if isinstance(told, list) else told
     columns = told.get("columns", ["name", "kind", "phase", "stream", "start_us", "duration_us"])
     events = [e if isinstance(e, dict) else dict(zip(columns, e, strict=True)) for e in told["events"]]
+    phased = any(e.get("phase") in ("forward", "backward") for e in events)  # unknown of a replayed graph
     spans = [
-        (_kind(e), e.get("stream"), e["start_us"] / 1e3, e.get("duration_us", e.get("dur_us", 0.0)) / 1e3)
+        (_kind(e, phased), e.get("stream"), e["start_us"] / 1e3, e.get("duration_us", e.get("dur_us", 0.0)) / 1e3)
         for e in events
     ]
     return {**told, "spans": spans} if spans else None
 
 
-def _kind(event: dict[str, Any]) -> str:
+def _kind(event: dict[str, Any], phased: bool) -> str:
     kind, name = event.get("kind"), event["name"].lower()
     if kind == "nccl" or "nccl" in name:
         return "NCCL"
@@ -270,6 +271,8 @@ def _kind(event: dict[str, Any]) -> str:
         return "copies and fills"
     if kind == "fusedcomp":
         return "compress and apply"
+    if not phased:
+        return "forward and backward"
     phase = event.get("phase") or kind
     return phase if phase in ("forward", "backward") else "optimizer and other"
 

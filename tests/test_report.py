@@ -93,8 +93,7 @@ def test_without_records_nothing_is_said(tmp_path: Path) -> None:
     empty = book_of(tmp_path)
     assert report.page(empty) == report.HEAD
     for plot in plots.PLOTS:
-        if plot is not plots.TIMELINE:  # it is drawn from a trace
-            assert not plots.save(plot, empty, tmp_path)
+        assert not plots.save(plot, empty, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["<!-- begin step -->\n", "<!-- begin colour -->\n<!-- end colour -->\n"])
