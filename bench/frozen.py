@@ -23,7 +23,7 @@ _SMALL = 4096  # a tensor of fewer elements that an exchange holds is cheap to p
 
 
 class _RecordedRanks:
-    """A group whose payloads lie there already; the exchange itself takes no time."""
+    """A group whose payloads lie there already, one's own as the first; the exchange itself takes no time."""
 
     rank = 0
 
@@ -31,7 +31,7 @@ class _RecordedRanks:
         self.world_size = world_size
 
     def all_gather(self, out: Tensor, own: Tensor) -> None:
-        out[0].copy_(own)
+        pass
 
     def all_reduce(self, tensor: Tensor) -> None:
         pass
@@ -72,9 +72,11 @@ class Frozen:
     def set_ranks(self, ranks: int) -> None:
         """Let the payloads be those of this many ranks: the last steps'."""
         for exchange, received in zip(self.sparse, self.received, strict=True):
-            exchange.buffers.received = received[-ranks:]
-            exchange.buffers.payloads = exchange.buffers.layout.views(received[-ranks:])
-            exchange.buffers.payloads.header[:, 3] = exchange.seed  # the step, on which ranks agree
+            buffers = exchange.buffers
+            buffers.received, buffers.own = received[-ranks:], received[-ranks]
+            buffers.payloads = buffers.layout.views(buffers.received)
+            buffers.payload = buffers.layout.views(buffers.own.view(1, -1))
+            buffers.payloads.header[:, 3] = exchange.seed  # the step, on which ranks agree
         for exchange in self.exchanges:
             exchange.group = _RecordedRanks(ranks)  # type: ignore[assignment]
 
