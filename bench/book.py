@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import linkgate
 import records
 
 Record = dict[str, Any]
@@ -40,12 +41,17 @@ class Quotient(NamedTuple):
     rows: tuple[Record, Record]
 
 
+def _counts(row: Record) -> bool:
+    """Not of a smoke test, nor of a link that did not keep to its rate."""
+    return not row.get("quick") and linkgate.keeps_up(row.get("gate"))
+
+
 class Book:
-    """All records of a folder that are no smoke test's, oldest first."""
+    """All records of a folder that count, oldest first."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        rows = [row for path in sorted(folder.glob("*.jsonl")) for row in records.read(path) if not row.get("quick")]
+        rows = [row for path in sorted(folder.glob("*.jsonl")) for row in records.read(path) if _counts(row)]
         self.rows = sorted(rows, key=lambda row: row["date"])
         self._by_key: dict[tuple[str, str, str, str], list[Record]] = {}
         for row in self.rows:

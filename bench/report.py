@@ -37,6 +37,7 @@ TABLES: dict[str, Table] = {
     "overlap": sections.overlap,
     "memory": sections.memory,
     "netlab": ranks.netlab,
+    "headline": ranks.headline,
     "training": ranks.training,
     "goals": goals.table,
 }

@@ -56,10 +56,21 @@ def netlab(book: Book) -> str | None:
     return None if table is None else table + "\n\n" + exposed(book, cases)
 
 
+HEADLINE = ("nocomm", "in_step", "ddp", "ddp_bf16", "powersgd1", "topk0.001", "nocomm_graph", "topk0.001_graph")
+
+
+def headline(book: Book) -> str | None:
+    """The same of one GPU per node, and of what a reader would choose between."""
+    cases = [case for case in netlab_cases(book) if case.endswith("x1") and book.ms("netlab", case, "nocomm")]
+    columns = {ROWS[provider]: column(book, "netlab", provider) for provider in HEADLINE}
+    return grid(book, "ms", columns, cases, "Median over stretches of steps.", digits=1)
+
+
 def exposed(book: Book, cases: Sequence[str]) -> str:
     """Communication that is not hidden, in the same layout."""
-    found = [[book.ms("netlab", case, provider) for provider in ROWS if provider != "nocomm"] for case in cases]
-    words = [w for provider, w in ROWS.items() if provider != "nocomm"]
+    exchanging = {provider: words for provider, words in ROWS.items() if not provider.startswith("nocomm")}
+    found = [[book.ms("netlab", case, provider) for provider in exchanging] for case in cases]
+    words = list(exchanging.values())
     kept = [i for i in range(len(words)) if any(row[i] for row in found)]
     lines = [
         [title(case), *(_exposed(row[i]) for i in kept)] for case, row in zip(cases, found, strict=True)

@@ -14,6 +14,7 @@ sys.path.append(str(ROOT / "bench"))  # after tests/, whose modules keep their n
 
 import book  # noqa: E402
 import goals  # noqa: E402
+import linkgate  # noqa: E402
 import plots  # noqa: E402
 import records  # noqa: E402
 import report  # noqa: E402
@@ -202,3 +203,11 @@ def test_no_break_even_rate_is_made_up(tmp_path: Path) -> None:
     assert "TopK(0.001) beats" in links(tmp_path, {"10gbps": 50.0, "25gbps": 26.0}, {"10gbps": 22.0, "25gbps": 21.0})
     assert "all-reduce beats" in links(tmp_path, {"nvlink": 10.0}, {"nvlink": 12.0})
     assert links(tmp_path, {"10gbps": 50.0}, {"25gbps": 21.0}) is None
+
+
+def test_a_link_that_did_not_keep_its_rate_is_left_out() -> None:
+    """Bulk at 8 of 25 Gbit/s would flatter whoever sends little."""
+    for nominal, bulk, counts in ((25_000, 8.3, False), (25_000, 19.8, True), (10_000, 8.3, False), (None, 8.3, True)):
+        gate = {"rate_mbit": nominal, "reduce_100mb_gbps": bulk}
+        assert linkgate.keeps_up(gate) is counts
+    assert linkgate.keeps_up(None)
