@@ -1,0 +1,111 @@
+"""Running kernels and twins on the same bucket, and comparing all that they wrote."""
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fusedcomp.kernels.sample import SAMPLES
+from kernel_cases import POISON, Case, scratch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SUM = {"rtol": 1e-5, "atol": 1e-6}  # sums of squares: another order of additions
+
+NAMES = ("sample", "compress", "refine", "apply", "norms", "dense", "headers")
+KERNELS = {name: importlib.import_module(f"fusedcomp.kernels.{name}") for name in NAMES}
+TWINS = {name: importlib.import_module(f"fusedcomp.kernels.reference.{name}") for name in NAMES}
+Modules = dict[str, ModuleType]
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+STEP = {"accumulate": "momentum", "grad_scale": 1.0, "weight_decay": 1e-2, "momentum": 0.9}
+
+
+def i64(*values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def i32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def sample_table(case: Case, most: int = 300) -> tuple[Tensor, Tensor, list[int]]:
+    """Samples, program groups, and how many samples every scope has."""
+    rows, groups, in_scope = [], [], []
+    for scope in range(len(case.segments.scope_numels)):
+        mine = [
+            (s, i)
+            for s, n in enumerate(case.segments.numels)
+            if case.segments.scope_of(s) == scope
+            for i in range(0, n, -(-n // most))
+        ]
+        in_scope.append(len(mine))
+        mine += [(-1, 0)] * (-len(mine) % SAMPLES)
+        first, last = len(rows) // SAMPLES, (len(rows) + len(mine)) // SAMPLES
+        groups += [(scope, first, last)] * (last - first)
+        rows += mine
+    return i64(*rows), torch.tensor(groups, dtype=torch.int32, device=DEVICE), in_scope
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    for name in a:
+        if name == "partials":
+            torch.testing.assert_close(a[name], b[name], equal_nan=True, **SUM, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            left, right = a[name], b[name]
+            if left.is_floating_point():  # NaNs are equal where the bits are of a NaN on both sides
+                left, right = left.nan_to_num(nan=POISON), right.nan_to_num(nan=POISON)
+            assert torch.equal(left, right), f"{name} differs at {(left != right).nonzero()[:5].tolist()}"
+
+
+def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) -> dict[str, Tensor]:
+    """sample -> compress -> list -> select -> pack, everything written comes back."""
+    options = STEP | step
+    segments, operands = case.segments, case.operands()
+    velocity = case.velocity if options["accumulate"] in ("momentum", "nesterov") else None
+    trust = case.trust if options.pop("with_trust", True) else None
+    masking, wire = options.pop("masking", True), options.pop("wire", torch.float32)
+    ks = [max(1, round(n * fraction)) for n in segments.scope_numels]
+    capacity, ranks = options.pop("capacity", segments.numel), i64(*ks)
+    out = scratch(case, capacity, sum(ks), wire)
+    shared = out["histograms"], out["tickets"]
+    samples, groups, in_scope = sample_table(case)
+    sample_ranks = i64(*[min(n, max(1, round(2 * fraction * n) + 3)) for n in in_scope])
+    out["sample_keys"] = torch.full((len(samples),), -7, dtype=torch.int64, device=DEVICE)
+    thresholds, widths = i64(*[-7] * len(ks)), torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
+    modules["sample"].sample_threshold(
+        segments, operands, samples, groups, sample_ranks, (sample_ranks // 3).clamp(min=1), velocity, case.residual,
+        trust, case.seed, out["sample_keys"], *shared, thresholds, widths, **options,
+    )  # fmt: skip
+    out["sampled_thresholds"] = thresholds.clone()
+    modules["compress"].compress(
+        segments, operands, velocity, case.residual, thresholds, trust, case.seed, velocity, case.residual,
+        out["counts"], out["marks"], out["partials"], **options,
+    )  # fmt: skip
+    out["residual_before_pack"] = case.residual.clone()
+    modules["refine"].list_candidates(
+        segments, out["counts"], out["marks"], out["scanned"], out["offsets"], out["indices"]
+    )
+    bounds, near = i64(*[(-7, -7, -7)] * len(ks)), torch.full_like(out["keys"], -7)
+    near_counts = torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
+    modules["refine"].select_candidates(
+        segments, out["offsets"], out["indices"], case.residual, case.seed, ranks, widths, out["histograms"], bounds,
+        near, near_counts, out["tickets"], thresholds, out["keys"], out["flag"],
+    )  # fmt: skip
+    out["flag_before_pack"] = out["flag"].clone()
+    assert not near_counts.any()
+    modules["refine"].pack_payload(
+        segments, operands, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
+        case.residual, out["flag"], case.seed, out["packed"],
+        out["starts"], out["out_indices"], out["values"], out["header"],
+    )  # fmt: skip
+    for name in ("scanned", "packed"):  # left behind by the kernels alone
+        del out[name]
+    return out | {"thresholds": thresholds, "velocity": case.velocity, "residual": case.residual, "seed": case.seed}
+
+
+def both(case: Case, fraction: float, **step: object) -> dict[str, Tensor]:
+    twin = whole_pass(TWINS, case.copy(), fraction, **step)
+    fast = whole_pass(KERNELS, case.copy(), fraction, **step)
+    same(fast, twin)
+    return fast
