@@ -46,7 +46,8 @@ class SGD(CompressedOptimizer):
             communicator of its own over them, so that other collectives cannot mix with its own.
         overlap: exchange during backward. Off, everything happens in ``step()``, and gradients may be changed before.
         bucket_cap_mb: megabytes of parameters per bucket. A bucket costs eight launches whatever its size, so it
-            pays to have few (docs/decisions/0007-bucket-size.md).
+            pays to have few (docs/decisions/0007-bucket-size.md). Where they take more than half of this, those whose
+            gradients come last are a bucket of up to a tenth: what hides behind no backward is small (0016).
         state_dtype: of velocity and residual: ``torch.float32``, 8 bytes per compressed parameter, or
             ``torch.bfloat16``, 4 bytes and 40 % less traffic in the pass, rounded stochastically. The selection takes
             another 0.3 bytes per parameter at density 0.001.
