@@ -78,7 +78,8 @@ class Frozen:
             buffers.payload = buffers.layout.views(buffers.own.view(1, -1))
             buffers.payloads.header[:, 3] = exchange.seed  # the step, on which ranks agree
         for exchange in self.exchanges:
-            exchange.group = _RecordedRanks(ranks)  # type: ignore[assignment]
+            # What ranks would have added to dense sums is not there: their trailers would contradict one another.
+            exchange.group = _RecordedRanks(ranks if exchange in self.sparse else 1)  # type: ignore[assignment]
 
     def reset_states(self) -> None:
         """What the compress side changes."""

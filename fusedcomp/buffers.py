@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedcomp.buckets import Bucket
 from fusedcomp.compressors import Selection, TopK, num_samples
+from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.refine import PACK
 from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import Operands, Segments
@@ -71,7 +72,7 @@ class Reduced:
 
     whole: Tensor
     values: Tensor  # f32 (numel,)
-    trailer: Tensor  # f32 (segments + 2,)
+    trailer: Tensor  # f32 (segments + TRAILER_WORDS,)
     norms: Tensor  # f32 (2 * segments,) or (0,)
     as_grads: Operands  # gradients: the segments of ``values``; parameters: the bucket's
     as_params: Operands  # parameters: the segments of ``values``
@@ -81,8 +82,8 @@ class Reduced:
         """A zeroed buffer for one bucket."""
         segments = bucket.segments
         count = len(segments.numels)
-        whole = torch.zeros(dense_numel(count, segments.numel, with_norms), device=bucket.device)
-        values, trailer, norms = whole.split([segments.numel, count + 2, len(whole) - segments.numel - count - 2])
+        whole = torch.zeros(dense_numel(count, segments.numel, with_norms), dtype=torch.float32, device=bucket.device)
+        values, trailer, norms = whole.split([segments.numel, count + TRAILER_WORDS, 2 * count if with_norms else 0])
         views = [values[where] for where in segments.compact_slices]
         as_grads, as_params = Operands(bucket.params), Operands(views)
         as_grads.update(views)

@@ -1,20 +1,24 @@
 """Checkpoints: optimizer state as plain data and tensors, and what a rank may take from another rank's file."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedcomp.checks import TORCH_ONLY
 from fusedcomp.collectives import Group
 from fusedcomp.compressors import Identity, TopK
 from fusedcomp.compressors import encode as encode_record
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
+from fusedcomp.values import is_count
 
 CHECKPOINT_VERSION = 1
+_MOST_STEPS = (1 << 31) - 1  # the device counts in 32 bits
 _REQUIRED = ("lr", "momentum", "weight_decay", "nesterov", "maximize")  # torch.optim.SGD's groups have them too
-_STATES = {"velocity", "residual", "momentum_buffer", "grad_square_norm", "param_square_norm"}
+_PER_ELEMENT = {"velocity", "residual", "momentum_buffer"}
+_STATES = _PER_ELEMENT | {"grad_square_norm", "param_square_norm"}
 _RECORDS = {record.__name__: record for record in (TopK, Identity, MomentumCorrection, Residual, NoMemory)}
 
 
@@ -42,20 +46,27 @@ def decode(
     missing = [key for packed in saved for key in _REQUIRED if key not in packed]
     if missing:
         raise ValueError(f"the checkpoint is not one of SGD or LARS: a param group has no {missing[0]!r}")
+    if len(saved) != len(groups):
+        raise ValueError(f"the checkpoint has {len(saved)} param groups, this optimizer {len(groups)}")
     origins = [packed.pop("fusedcomp", None) for packed in saved]
-    for packed, current in zip(saved, groups, strict=False):
+    for packed, current in zip(saved, groups, strict=True):
+        if packed.get("dampening"):
+            raise ValueError(f"the checkpoint has dampening={packed['dampening']!r}, which is not supported")
+        for key in TORCH_ONLY:
+            packed.pop(key, None)
         for key, value in current.items():
             if key not in ("params", "param_names"):
                 packed.setdefault(key, value)
         for key in ("compressor", "memory"):
             packed[key] = _record(packed[key])
-        if packed.get("dampening"):
-            raise ValueError(f"the checkpoint has dampening={packed['dampening']!r}, which is not supported")
-        for key in set(packed) - set(current) - {"params", "param_names"}:  # dampening, foreach, ... of torch's SGD
+        for key in set(packed) - set(current) - {"params", "param_names"}:
             del packed[key]
     origin = origins[0] if origins and origins[0] else None
     if origin is None:
         return {**state_dict, "param_groups": saved}, 0, True
+    for field in ("version", "rank", "world_size", "step"):
+        if not is_count(origin.get(field)) or origin[field] > _MOST_STEPS:
+            raise ValueError(f"the checkpoint's {field} must be an integer in [0, 2**31), got {origin.get(field)!r}")
     if origin["version"] > CHECKPOINT_VERSION:
         raise ValueError(
             f"the checkpoint has format version {origin['version']}, this fusedcomp reads up to {CHECKPOINT_VERSION}"
@@ -70,6 +81,24 @@ def decode(
             stacklevel=3,
         )
     return {**state_dict, "param_groups": saved}, int(origin["step"]), own
+
+
+def check_states(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], name: Callable[[Tensor], str]
+) -> None:
+    """Refuse states that are not of their parameter's shape: copying would broadcast them, or fail half-way."""
+    for packed, group in zip(state_dict["param_groups"], groups, strict=True):
+        for key, param in zip(packed["params"], group["params"], strict=False):  # torch compares the lengths
+            for field, value in state_dict["state"].get(key, {}).items():
+                shape = tuple(param.shape) if field in _PER_ELEMENT else ()
+                if value is None:  # torch's SGD has it where momentum is 0
+                    continue
+                if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+                    given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                    raise ValueError(
+                        f"the checkpoint's {field} of parameter {name(param)} must be a tensor of shape {shape}, got "
+                        f"{given}"
+                    )
 
 
 def _record(value: Any) -> Any:
@@ -87,14 +116,13 @@ def _record(value: Any) -> Any:
 def adopt(loaded: Mapping[Tensor, Mapping[str, Any]], keep_residual: bool) -> dict[Tensor, dict[str, Any]]:
     """Loaded per-parameter states as this optimizer keeps them.
 
-    torch's momentum_buffer and our velocity stand in for each other: summed over ranks they mean the same.
+    torch's momentum_buffer stands in for our velocity: averaged over ranks it means the same. Not the other way round:
+    a velocity is its rank's own, and momenta that differ would let replicas drift apart. They start anew.
     """
     kept = {}
     for param, state in loaded.items():
         states = {name: value for name, value in state.items() if keep_residual or name != "residual"}
         if states.get("momentum_buffer") is not None:
             states.setdefault("velocity", states["momentum_buffer"])
-        elif states.get("velocity") is not None:
-            states.setdefault("momentum_buffer", states["velocity"])
         kept[param] = states
     return kept

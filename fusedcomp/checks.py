@@ -1,5 +1,6 @@
 """Checks at construction: the argument, the rule, the value; and what must be equal on all ranks."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,33 +11,42 @@ from fusedcomp.buckets import is_dense_layout
 from fusedcomp.compressors import Identity, TopK
 from fusedcomp.kernels.headers import FORMAT_VERSION
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
+from fusedcomp.values import is_flag, is_number
 
-# torch.optim.SGD's arguments that have no meaning here, with the values that ask for nothing.
-_TORCH_ONLY = {
+# Arguments of torch's optimizers that have no meaning here, with the values that ask for nothing.
+TORCH_ONLY = {
     "dampening": (0, 0.0, "it is not part of momentum correction"),
     "foreach": (None, False, "every bucket is already one launch"),
     "fused": (None, False, "the step is always fused"),
-    "differentiable": (False, False, "the step is not recorded by autograd"),
+    "differentiable": (None, False, "the step is not recorded by autograd"),
+    "capturable": (None, False, "every step can be captured in a CUDA graph"),
 }
 
 # What holds for the whole optimizer: in a param group it would be ignored.
 _CONSTRUCTOR_ONLY = ("process_group", "overlap", "bucket_cap_mb", "state_dtype", "always_sparse")
+_FLAGS = ("nesterov", "maximize", "exclude_1d_from_trust", "exclude_1d_from_decay")
 
 
 def torch_only(given: Mapping[str, Any], name: str) -> None:
-    """Refuse arguments of torch.optim.SGD that cannot be honoured."""
+    """Refuse arguments of torch's optimizers that cannot be honoured."""
     for argument, value in given.items():
-        if argument not in _TORCH_ONLY:
+        if argument not in TORCH_ONLY:
             raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
-        *neutral, reason = _TORCH_ONLY[argument]
+        *neutral, reason = TORCH_ONLY[argument]
         if value not in neutral:
             raise ValueError(f"{name} does not take {argument}={value!r}: {reason}; leave it out")
 
 
 def positive(argument: str, value: Any) -> None:
-    """Refuse what is not a number above 0."""
-    if not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{argument} must be > 0, got {value!r}")
+    """Refuse what is not a finite number above 0."""
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ValueError(f"{argument} must be finite and > 0, got {value!r}")
+
+
+def flag(argument: str, value: Any) -> None:
+    """Refuse what is not a bool."""
+    if not is_flag(value):
+        raise TypeError(f"{argument} must be True or False, got {value!r}")
 
 
 def state_dtype(value: Any) -> None:
@@ -53,11 +63,14 @@ def group(group: Mapping[str, Any], name: str, states: torch.dtype) -> None:
                 f"{name}: {argument} is the constructor's, for all param groups alike; one of them has "
                 f"{argument}={group[argument]!r}"
             )
+    torch_only({key: value for key, value in group.items() if key in TORCH_ONLY}, name)
+    for argument in _FLAGS:
+        flag(f"{name}: {argument}", group.get(argument, False))
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"{name}: a tensor lr must have one element, got shape {tuple(lr.shape)}")
-    elif not isinstance(lr, (int, float)) or not lr >= 0:
+    elif not is_number(lr) or not lr >= 0:
         raise ValueError(f"{name}: lr must be >= 0, got {lr!r}")
     if not 0.0 <= group["momentum"] < 1.0:
         raise ValueError(f"{name}: momentum must be in [0, 1), got {group['momentum']!r}")
@@ -112,18 +125,21 @@ def parameters(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
 
 
 def fingerprint(
-    optimizer: str, groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], name: Callable[[Tensor], str]
+    optimizer: str, groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], first: int
 ) -> dict[str, str]:
-    """Everything that must be equal on all ranks, by field name."""
+    """Everything that must be equal on all ranks, by field name; ``first``: the index of the first param group."""
     fields = {"optimizer": optimizer, "format version": str(FORMAT_VERSION)}
     fields |= {key: str(value) for key, value in settings.items()}
-    fields["number of param groups"] = str(len(groups))
-    for g, group in enumerate(groups):
+    fields["number of param groups"] = str(first + len(groups))
+    for g, group in enumerate(groups, first):
         fields[f"number of parameters of group {g}"] = str(len(group["params"]))
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 fields[f"{key} of group {g}"] = str(float(value)) if isinstance(value, Tensor) else repr(value)
-        for param in group["params"]:
+        names = group.get("param_names") or [None] * len(group["params"])
+        for i, (param, name) in enumerate(zip(group["params"], names, strict=True)):
             strides = [s for s, n in zip(param.stride(), param.shape, strict=True) if n > 1]
-            fields[f"layout of parameter {name(param)}"] = f"{param.dtype} {tuple(param.shape)}, strides {strides}"
+            named = f"{name!r}, " if name else ""
+            layout = f"{named}{param.dtype} {tuple(param.shape)}, strides {strides}"
+            fields[f"parameter {i} of group {g}"] = layout
     return fields

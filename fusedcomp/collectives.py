@@ -22,6 +22,18 @@ def _timeout(process_group: dist.ProcessGroup | None) -> timedelta | None:
     return None
 
 
+# Ranks of a group -> how many process groups were there when the last private one was named after that (below).
+_LAST_NAMED: dict[tuple[int, ...], int] = {}
+
+
+def _is_group(value: Any) -> bool:
+    """None, a process group, or what torch gives to ranks outside one (refused with a message of its own)."""
+    if value is None or not dist.is_available():
+        return value is None
+    outside = isinstance(value, int) and value == dist.GroupMember.NON_GROUP_MEMBER
+    return outside or isinstance(value, dist.ProcessGroup)
+
+
 class Group:
     """The ranks that exchange: ``process_group``, the default group, or this process alone.
 
@@ -31,6 +43,12 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
         self.distributed = dist.is_available() and dist.is_initialized()
+        if not _is_group(process_group):
+            # Told on the default group, where ranks that were given none are; those of a subgroup cannot be reached.
+            with Group(None).refusing():
+                raise TypeError(
+                    f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r}"
+                )
         if process_group is not None and not self.distributed:
             raise ValueError("process_group was given, but torch.distributed is not initialised")
         self.world_size: int = dist.get_world_size(process_group) if self.distributed else 1
@@ -38,22 +56,47 @@ class Group:
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group")
 
-    def private(self) -> "Group":
+    def private(self, device: torch.device | None) -> "Group":
         """The same ranks with a communicator of their own; all of them must call this alike.
 
         Collectives are matched by their order on a communicator. On a shared one, another optimizer's, or the user's
         all_reduce between backward() and step(), could be taken for ours on a rank where a bucket launches late.
         """
-        if self.world_size > 1:
-            own = copy.copy(self)
+        if self.world_size == 1:
+            return self
+        ranks = dist.get_process_group_ranks(self.process_group)
+        subset = len(ranks) < dist.get_world_size()
+        own = copy.copy(self)
+        with self._same_count(ranks, device) if subset else contextlib.nullcontext():
             own.process_group = dist.new_group(
-                dist.get_process_group_ranks(self.process_group),
+                ranks,
                 backend=dist.get_backend(self.process_group),
                 timeout=_timeout(self.process_group),
-                use_local_synchronization=True,  # ranks outside this group are not asked
+                use_local_synchronization=subset,  # ranks outside are not asked
             )
-            return own
-        return self
+        return own
+
+    @contextlib.contextmanager
+    def _same_count(self, ranks: list[int], device: torch.device | None) -> Iterator[None]:
+        """Let this group's ranks know equally many process groups, for as long as a new one is made.
+
+        torch names a group that only its members make after their number, and finds peers by that name: ranks that
+        take part in different subgroups would wait for each other under different names. (A group of the whole world
+        is named after the calls that all ranks make alike.) The difference is made up by groups of this rank alone.
+        """
+        known = dist.distributed_c10d._world.pg_names
+        key = tuple(sorted(ranks))
+        # Above the last one: where groups were destroyed, a name would be given twice.
+        count = max(self._gather_objects(max(len(known), _LAST_NAMED.get(key, 0) + 1), device))
+        _LAST_NAMED[key] = count
+        alone = []
+        try:
+            while len(known) < count:
+                alone.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+            yield
+        finally:
+            for group in alone:
+                dist.destroy_process_group(group)
 
     def all_gather(self, out: Tensor, own: Tensor) -> Any:
         """Start gathering ``own`` (nbytes,) of all ranks into ``out`` (world, nbytes); the work, or None when done."""

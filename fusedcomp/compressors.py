@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedcomp.kernels.sample import LENIENCE
+from fusedcomp.values import is_count, is_number, plain
 
 # Sampled entries per scope: 16 are expected among the k largest, so that six standard deviations of their number lie
 # between k and 6 k (docs/decisions/0003-selection-margin.md).
@@ -55,10 +56,12 @@ class TopK:
     wire_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.density, (int, float)) or not 0.0 < self.density <= 1.0:
+        if not is_number(self.density) or not 0.0 < self.density <= 1.0:
             raise ValueError(f"TopK: density must be in (0, 1], got {self.density!r}")
-        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+        if not is_count(self.warmup_steps):
             raise ValueError(f"TopK: warmup_steps must be an integer >= 0, got {self.warmup_steps!r}")
+        for name in ("density", "warmup_steps"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         if self.selection not in ("exact", "sampled"):
             raise ValueError(f"TopK: selection must be 'exact' or 'sampled', got {self.selection!r}")
         if self.scope not in ("bucket", "tensor"):

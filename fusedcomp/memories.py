@@ -7,6 +7,8 @@ NoMemory            what is not sent is lost
 
 from dataclasses import dataclass
 
+from fusedcomp.values import is_flag, plain
+
 
 @dataclass(frozen=True)
 class MomentumCorrection:
@@ -14,9 +16,17 @@ class MomentumCorrection:
 
     Args:
         masking: zero the velocity of entries that were sent (DGC, section 3.2). Off, density 1 is torch's SGD.
+
+    Raises:
+        TypeError: ``masking`` is not a bool.
     """
 
     masking: bool = True
+
+    def __post_init__(self) -> None:
+        if not is_flag(self.masking):
+            raise TypeError(f"MomentumCorrection: masking must be True or False, got {self.masking!r}")
+        object.__setattr__(self, "masking", plain(self.masking))
 
 
 @dataclass(frozen=True)

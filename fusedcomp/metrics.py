@@ -1,4 +1,8 @@
-"""Metrics: what the last step did, over all buckets, as device tensors. Nothing here asks the device for a value."""
+"""Metrics: what the last step did, over all buckets, as device tensors. Nothing here asks the device for a value.
+
+Between backward and step ``bytes_sent`` already counts launched buckets with the new step; ``nonfinite`` is a running
+count over all steps.
+"""
 
 from collections.abc import Sequence
 
@@ -24,7 +28,9 @@ def of_step(exchanges: Sequence[Exchange], status: Tensor, device: torch.device)
         "nnz": total("nnz"),
         "candidates": total("candidates"),
         "overflow": total("overflow"),
-        "threshold": torch.cat([torch.zeros(0, device=device), *(part["threshold"] for part in parts)]),
+        "threshold": torch.cat(
+            [torch.zeros(0, dtype=torch.float32, device=device), *(part["threshold"] for part in parts)]
+        ),
         "residual_norm": total("residual_square_norm", torch.float64).sqrt().float(),
         "nonfinite": status[0].to(device, torch.int64, non_blocking=True, copy=True),
     }

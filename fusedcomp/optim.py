@@ -101,8 +101,8 @@ class LARS(CompressedOptimizer):
     Uncompressed parameters use the norm of the mean gradient, as published. Compressed ones have the ratio inside the
     one pass, from the last step's norms: the root mean square over ranks of the local gradient norms, which is 1.2 to
     3 times the norm of the mean at 4 to 64 ranks. The trust coefficient is therefore relative to the batch per rank.
-    A parameter without a norm yet uses its own rank's norm of that step. A known gradient norm falls by at most half
-    in a step, so that after one tiny gradient the next update is at most twice a usual one.
+    A parameter without a norm yet uses its own rank's norm of that step. A known gradient norm falls by at most a tenth
+    in a step, so that after one tiny gradient the next update is about a usual one.
 
     Args:
         params: as for ``SGD``.

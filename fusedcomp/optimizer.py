@@ -26,6 +26,7 @@ from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.memories import MomentumCorrection, Residual
 from fusedcomp.overlap import Backward
 from fusedcomp.pipeline import DenseExchange, Exchange, Hyper, SparseExchange
+from fusedcomp.values import plain
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._group = Group(process_group)
         with self._group.refusing():
             checks.torch_only(torch_only, type(self).__name__)
+            checks.flag("overlap", overlap)
             checks.positive("bucket_cap_mb", bucket_cap_mb)
             checks.state_dtype(state_dtype)
             self._settings = Settings(process_group, bool(overlap), float(bucket_cap_mb), state_dtype, always_sparse)
             super().__init__(params, defaults)
-        self._agree_and_broadcast(self.param_groups)
-        self._group = self._group.private()
+        device = self._agree_and_broadcast(self.param_groups)
+        self._group = self._group.private(device)
         self._build({})
         self._ready = True
 
@@ -93,18 +95,22 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._build(dict(self.state))
 
     def _resolve(self, group: dict[str, Any]) -> None:
-        """Fill in what depends on other choices."""
+        """Fill in what depends on other choices; numpy's numbers and bools become Python's."""
+        group.update({key: plain(group[key]) for key in self.defaults if key in group})
         if group["compressor"] is None:
             group["compressor"] = Identity()
         if group["memory"] is None:
             group["memory"] = MomentumCorrection() if group["momentum"] > 0 else Residual()
 
-    def _agree_and_broadcast(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _agree_and_broadcast(self, groups: Sequence[dict[str, Any]]) -> torch.device | None:
+        """The device of the parameters, where there are any."""
         params = [p for group in groups for p in group["params"]]
         device = params[0].device if params else None
         settings = dataclasses.asdict(dataclasses.replace(self._settings, process_group=None))
-        self._group.agree(checks.fingerprint(type(self).__name__, groups, settings, self.name_of), device)
+        first = len(self.param_groups) - len(groups)
+        self._group.agree(checks.fingerprint(type(self).__name__, groups, settings, first), device)
         self._group.broadcast([p.detach() for p in params if p.numel() > 0])
+        return device
 
     def _treatment(self, index: int, param: Tensor) -> Treatment:
         group = self.param_groups[index]
@@ -132,13 +138,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         # the numbers' address, for indexing a tensor takes 30 microseconds of every step.
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._said = (ctypes.c_int32 * 2).from_address(self._status.data_ptr())
-        self._lr = [torch.zeros(1, device=device) for _ in self.param_groups]
+        self._lr = [torch.zeros(1, dtype=torch.float32, device=device) for _ in self.param_groups]
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
         self._built_for = [(group["compressor"], group["memory"]) for group in self.param_groups]
         # Where the sums over ranks of 16-bit parameters are formed, one bucket after another.
         narrow = [b for b in self._buckets if b.treatment.sparse and b.treatment.dtype != torch.float32]
-        sums = torch.zeros(max((b.segments.padded_numel for b in narrow), default=0), device=device)
+        numel = max((b.segments.padded_numel for b in narrow), default=0)
+        sums = torch.zeros(numel, dtype=torch.float32, device=device)
         self._exchanges = [self._exchange(b, sums if b in narrow else None) for b in self._buckets]
         copy_states(self._buckets, kept)
         self.state.clear()
@@ -150,7 +157,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[bucket.treatment.group]
         with_momentum = self._with_momentum[bucket.treatment.group]
         if not bucket.treatment.sparse:
-            return DenseExchange(bucket, self._group, self._status, with_momentum)
+            return DenseExchange(bucket, self._group, self._status, with_momentum, self._step)
         return SparseExchange(
             bucket, self._group, self._status, group["compressor"], group["memory"], with_momentum,
             self._settings.state_dtype, self._settings.always_sparse, sums, self._step,
@@ -349,13 +356,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """What the last step did, as tensors on the parameters' device; asks the device for nothing.
 
         - ``bytes_dense``: what an all-reduce of the gradients, as DDP's, would be handed by this rank
-        - ``bytes_sent``: what this optimizer handed to the collectives
+        - ``bytes_sent``: what this optimizer handed to the collectives; between ``backward()`` and ``step()`` buckets
+          that were launched already count with the new step
         - ``nnz``: entries packed by this rank
         - ``candidates``: entries the selection looked at
         - ``overflow``: candidates beyond the buffer, kept in the residual
-        - ``threshold``: the least magnitude sent, per sparse bucket (and tensor)
+        - ``threshold``: the magnitude an entry had to reach to be sent, per sparse bucket (and tensor)
         - ``residual_norm``: L2 norm of everything not sent yet on this rank; 0 without memory
-        - ``nonfinite``: buckets that had a NaN or inf so far
+        - ``nonfinite``: buckets that had a NaN or inf on any rank; a running count, over all steps so far
         """
         return metrics.of_step(self._exchanges, self._status, self._device)
 
@@ -366,10 +374,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
         Residual and velocity of this rank are its own; the dict records rank, world size and step.
         """
-        for exchange in self._exchanges:
-            if isinstance(exchange, SparseExchange):  # replays of a CUDA graph are counted by the device alone
-                self._step = int(exchange.seed)
-                break
+        if self._exchanges:  # replays of a CUDA graph are counted by the device alone
+            self._step = int(self._exchanges[0].seed)
         return checkpoint.encode(super().state_dict(), self._group, self._step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -379,14 +385,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
         unsent gradient: it is zeroed here, with a warning. As lr does, compressor and memory come from the file.
 
         Raises:
-            ValueError: other param groups, a format this version does not know, or choices in the file that this
-                optimizer would refuse at construction. Nothing has been loaded then.
+            ValueError: other param groups, states of another shape, a format this version does not know, or choices
+                in the file that this optimizer would refuse at construction. Nothing has been loaded then.
         """
         self._refuse_if_launched("load_state_dict()")
         decoded, step, own = checkpoint.decode(state_dict, self.param_groups, self._group)
         for packed in decoded["param_groups"]:
             self._resolve(packed)
             checks.group(packed, type(self).__name__, self._settings.state_dtype)
+        checkpoint.check_states(decoded, self.param_groups, self.name_of)
         super().load_state_dict(decoded)
         self._step = step
         # Not self.state: torch has cast what it took to the type of the parameter.

@@ -235,5 +235,6 @@ class Backward:
                     self.owner.fail(
                         f"the gradient of parameter {self.owner.name_of(watched.param)} was changed between backward() "
                         "and step(), after it was sent. clip_grad_norm_, GradScaler.unscale_ and other in-place "
-                        "changes need an optimizer built with overlap=False"
+                        "changes need an optimizer built with overlap=False; a model in DistributedDataParallel: "
+                        "remove the DistributedDataParallel wrapper: this optimizer exchanges gradients itself"
                     )

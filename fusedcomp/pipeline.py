@@ -43,22 +43,23 @@ class Hyper:
 class _Exchange:
     """What sparse and dense buckets share: the summed buffer, presence, status, trust ratios, the pending work."""
 
-    def __init__(self, bucket: Bucket, group: Group, status: Tensor) -> None:
+    def __init__(self, bucket: Bucket, group: Group, status: Tensor, step: int) -> None:
         self.bucket, self.group, self.status = bucket, group, status
+        self.seed = torch.full((1,), step, dtype=torch.int32, device=bucket.device)  # the step, kept by the device
         self.ops = ops(bucket.device)
         count, device = len(bucket.segments.numels), bucket.device
         self.present = torch.zeros(count, dtype=torch.int32, device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.trust = self.partials = None
         if bucket.treatment.trust:
-            self.trust = torch.ones(count, device=device)
-            self.partials = torch.zeros((bucket.segments.num_blocks, 2), device=device)
+            self.trust = torch.ones(count, dtype=torch.float32, device=device)
+            self.partials = torch.zeros((bucket.segments.num_blocks, 2), dtype=torch.float32, device=device)
         self.work: Any = None
         self.nbytes = 0  # handed to the collective in this step
 
     def reduce(self, reduced: Reduced, failed: bool) -> None:
         """Fill in the trailer and start the sum over ranks."""
-        self.ops.headers.write_trailer(self.bucket.operands, self.flag, reduced.trailer, failed=failed)
+        self.ops.headers.write_trailer(self.bucket.operands, self.flag, self.seed, reduced.trailer, failed=failed)
         self.work = self.group.all_reduce(reduced.whole)
         self.nbytes = reduced.whole.nbytes
 
@@ -76,13 +77,13 @@ class _Exchange:
 class DenseExchange(_Exchange):
     """Never compressed: the mean gradient is all-reduced, the update is torch's (or LARS's), fused."""
 
-    def __init__(self, bucket: Bucket, group: Group, status: Tensor, with_momentum: bool) -> None:
-        super().__init__(bucket, group, status)
+    def __init__(self, bucket: Bucket, group: Group, status: Tensor, with_momentum: bool, step: int) -> None:
+        super().__init__(bucket, group, status, step)
         if with_momentum:
             bucket.add_state("momentum_buffer")
         if bucket.treatment.trust:
             self.mean_norms = torch.zeros(
-                (2, len(bucket.segments.numels)), device=bucket.device
+                (2, len(bucket.segments.numels)), dtype=torch.float32, device=bucket.device
             )  # of the mean gradient
         self.reduced = Reduced.allocate(bucket, with_norms=False)
 
@@ -105,7 +106,7 @@ class DenseExchange(_Exchange):
     def apply(self, hyper: Hyper) -> None:
         """Take in what arrived: headers, then parameters."""
         segments, operands = self.bucket.segments, self.reduced.gradients()
-        self.ops.headers.read_trailer(self.reduced.trailer, self.status, self.present)
+        self.ops.headers.read_trailer(self.reduced.trailer, self.status, self.present, world=self.group.world_size)
         decay = self.weight_decay(hyper)
         if self.trust is not None:
             self.ops.norms.block_norms(segments, operands, self.partials)
@@ -137,12 +138,12 @@ class SparseExchange(_Exchange):
         sums: Tensor | None,
         step: int,
     ) -> None:
-        super().__init__(bucket, group, status)
+        super().__init__(bucket, group, status, step)
         self.compressor, self.memory, self.always_sparse, self.sums = compressor, memory, always_sparse, sums
         segments, device = bucket.segments, bucket.device
         scopes = len(segments.scope_numels)
         if bucket.treatment.trust:
-            bucket.norms = torch.zeros((2, len(segments.numels)), device=device)
+            bucket.norms = torch.zeros((2, len(segments.numels)), dtype=torch.float32, device=device)
         # Without memory the residual is scratch, no state: written by the pass, read by refine.
         keeps = not isinstance(memory, NoMemory)
         self.residual = (
@@ -159,7 +160,6 @@ class SparseExchange(_Exchange):
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.seed = torch.full((1,), step, dtype=torch.int32, device=device)  # this bucket's step, kept by the device
         self.samples, self.sample_groups = sample_table(compressor, segments)
         self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
         self.thresholds = zeros(scopes, dtype=torch.int64)
@@ -172,7 +172,7 @@ class SparseExchange(_Exchange):
         self.histograms = zeros(scopes, BINS, dtype=torch.int32)
         self.tickets = zeros(scopes, dtype=torch.int32)
         self.scanned = zeros(1 + 2 * -(-segments.num_blocks // SCAN), dtype=torch.int64)
-        self.minus_one = torch.full((1,), -1.0, device=device)
+        self.minus_one = torch.full((1,), -1.0, dtype=torch.float32, device=device)
         self.density = 0.0  # that ``buffers`` are for
         self.buffers: PayloadBuffers
         self.dense_step = False
@@ -203,7 +203,6 @@ class SparseExchange(_Exchange):
         self._prepare(step)
         if self.dense_step and self.reduced is not None:
             self.reduced.whole.zero_()
-            self.seed += 1
             self.reduce(self.reduced, failed=True)
         else:
             self.buffers.own.zero_()
@@ -282,7 +281,6 @@ class SparseExchange(_Exchange):
             self.ops.norms.reduce_norms(segments, self.partials, norms)
             if self.group.rank != 0:
                 norms[1].zero_()
-        self.seed += 1
         self.reduce(reduced, failed=False)
 
     def apply(self, hyper: Hyper) -> None:
@@ -295,7 +293,7 @@ class SparseExchange(_Exchange):
     def _apply_reduced(self, hyper: Hyper) -> None:
         reduced = self.reduced
         assert reduced is not None
-        self.ops.headers.read_trailer(reduced.trailer, self.status, self.present)
+        self.ops.headers.read_trailer(reduced.trailer, self.status, self.present, world=self.group.world_size)
         self._settle(hyper)
         self._commit_norms(reduced.norms.view(1, -1))
         self._update(reduced, hyper, 1.0 / self.group.world_size)
@@ -345,7 +343,7 @@ class SparseExchange(_Exchange):
         if self.dense_step or self.density == 0.0:  # there was no step yet
             nnz = torch.full((), segments.numel if self.dense_step else 0, dtype=torch.int64, device=device)
             candidates = overflow = torch.zeros_like(nnz)
-            threshold = torch.zeros(len(self.thresholds), device=device)
+            threshold = torch.zeros(len(self.thresholds), dtype=torch.float32, device=device)
         else:
             nnz = self.buffers.payload.starts[0, -1].long()
             candidates = self.offsets[-1].clone()

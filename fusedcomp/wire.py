@@ -3,9 +3,10 @@
 A sparse payload is one flat buffer of little-endian fields, in this order, padded with zeros to 16 bytes:
 
     field     type  count                  content
-    header    i32   4                      format version + 256 * type of the values (0: f32, 1: bf16, 2: f16);
-                                           number of values; flags (1: a gradient was not finite, 2: this rank
-                                           failed, sends nothing and names no type); the bucket's step
+    header    i32   4                      version + 256 * type of the values (0: f32, 1: bf16, 2: f16)
+                                           + 65536 * (k % 32768); number of values; flags (1: a gradient was not
+                                           finite, 2: this rank failed, sends nothing and names no type); the
+                                           bucket's step
     presence  u32   ceil(segments / 32)    bit s % 32 of word s // 32: segment s had a gradient on this rank
     norms     f32   2 * segments or 0      squared norms of the gradients, then of the parameters (LARS only)
     starts    u32   pages + 1              position of the first value of every 65536-element page of the padded flat
@@ -13,12 +14,14 @@ A sparse payload is one flat buffer of little-endian fields, in this order, padd
     values    f32   k                      in index order; zeros past the last; bf16 or f16 if wire_dtype says so
     indices   u16   k                      index inside the page
 
-TopK's k is known to the host, so sizes are never exchanged. Ranks whose first or last header word differs from the
-others' make all ranks raise (docs/decisions/0013-encodings.md). A dense buffer is summed, not gathered:
+TopK's k is known to the host, so sizes are never exchanged; payloads of equal size differ in k by a few at most.
+Ranks whose first or last header word differs from the others' make all ranks raise (docs/decisions/0013-encodings.md).
+A dense buffer is summed, not gathered:
 
     values    f32   numel                  without padding
-    trailer   f32   segments + 2           ranks with a gradient, per segment; ranks with a non-finite gradient;
-                                           ranks that failed
+    trailer   f32   segments + 6           ranks with a gradient, per segment; ranks with a non-finite gradient;
+                                           ranks that failed; sums of step % 64, of its square, of step % 61 and
+                                           of its square, from which differing steps are seen
     norms     f32   2 * segments or 0      as above; only rank 0 fills in the parameters' half
 """
 
@@ -28,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomp.kernels.headers import HEADER_WORDS
+from fusedcomp.kernels.headers import HEADER_WORDS, TRAILER_WORDS
 
 
 class Payload(NamedTuple):
@@ -78,7 +81,7 @@ class PayloadLayout:
 
 def dense_numel(segments: int, numel: int, with_norms: bool) -> int:
     """Floats in a dense buffer."""
-    return numel + segments + 2 + (2 * segments if with_norms else 0)
+    return numel + segments + TRAILER_WORDS + (2 * segments if with_norms else 0)
 
 
 def dense_is_cheaper(payload_bytes: int, raw_bytes: int, world_size: int) -> bool:

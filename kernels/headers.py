@@ -1,7 +1,8 @@
 """Headers: what ranks tell each other beside the values. Who had gradients, whether all were finite, who failed.
 
 A sparse payload carries words (presence a bit per segment); an all-reduced buffer carries a trailer of floats that add
-up (presence a float per segment, then the number of ranks with a non-finite gradient, then of ranks that failed).
+up (presence a float per segment, then the number of ranks with a non-finite gradient, of ranks that failed, and sums
+that tell whether all are at the same step).
 """
 
 import torch
@@ -20,16 +21,25 @@ FAILED = tl.constexpr(2)
 A_RANK_FAILED = tl.constexpr(1)  # bits of the second word of the status
 RANKS_DIFFER = tl.constexpr(2)
 HEADER_WORDS = 4  # version, number of values, flags, step; then the presence words
+TRAILER_WORDS = 6  # ranks that are not finite, that failed; sums of step % 64, of its square, and of the same of % 61
+
+
+@triton.jit
+def _told_by_sums(first, second, world):
+    """Did all ranks add the same number? From the sums of what each added and of its square (Cauchy and Schwarz)."""
+    first, second = first.to(tl.int64), second.to(tl.int64)
+    return second * world == first * first
 
 
 @triton.jit
 def fill_header(
-    address_ptr, flag_ptr, seed_ptr, header_ptr, count, num_segments, words,
+    address_ptr, flag_ptr, seed_ptr, header_ptr, count, asked, num_segments, words,
     VERSION: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """A payload's header, by the program that packs its end; resets the flag, ends the bucket's step."""
     seed = tl.load(seed_ptr)
-    tl.store(header_ptr, VERSION)
+    # Payloads of equal size differ by a few entries at most: the low bits tell how many were asked for.
+    tl.store(header_ptr, VERSION + ((asked & 0x7FFF) << 16))
     tl.store(header_ptr + 1, count)
     tl.store(header_ptr + 2, tl.where(tl.load(flag_ptr) != 0, NON_FINITE, 0))
     tl.store(header_ptr + 3, seed)
@@ -101,7 +111,7 @@ def _read_headers_kernel(
 @triton.jit
 def _write_trailer_kernel(
     address_ptr,  # in
-    flag_ptr,  # in-out
+    flag_ptr, seed_ptr,  # in-out
     trailer_ptr,  # out
     num_segments,
     HAS_FAILED: tl.constexpr, CHUNK: tl.constexpr,
@@ -114,7 +124,14 @@ def _write_trailer_kernel(
     flag = tl.load(flag_ptr)
     tl.store(trailer_ptr + num_segments, (flag != 0).to(tl.float32))
     tl.store(trailer_ptr + num_segments + 1, 1.0 if HAS_FAILED else 0.0)
+    seed = tl.load(seed_ptr)
+    even, odd = (seed % 64).to(tl.float32), (seed % 61).to(tl.float32)
+    tl.store(trailer_ptr + num_segments + 2, even)
+    tl.store(trailer_ptr + num_segments + 3, even * even)
+    tl.store(trailer_ptr + num_segments + 4, odd)
+    tl.store(trailer_ptr + num_segments + 5, odd * odd)
     tl.store(flag_ptr, 0)
+    tl.store(seed_ptr, seed + 1)
 
 
 @triton.jit
@@ -122,7 +139,7 @@ def _read_trailer_kernel(
     trailer_ptr,  # in
     status_ptr,  # in-out
     present_ptr,  # out
-    num_segments,
+    num_segments, world,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     for chunk in range(0, num_segments, CHUNK):
@@ -134,6 +151,11 @@ def _read_trailer_kernel(
         tl.store(status_ptr, tl.load(status_ptr) + 1)
     if tl.load(trailer_ptr + num_segments + 1) > 0.0:
         tl.store(status_ptr + 1, tl.load(status_ptr + 1) | A_RANK_FAILED)
+    steps_ptr = trailer_ptr + num_segments + 2
+    even = _told_by_sums(tl.load(steps_ptr), tl.load(steps_ptr + 1), world)
+    odd = _told_by_sums(tl.load(steps_ptr + 2), tl.load(steps_ptr + 3), world)
+    if not (even & odd):
+        tl.store(status_ptr + 1, tl.load(status_ptr + 1) | RANKS_DIFFER)
 
 
 def write_failure(
@@ -163,7 +185,8 @@ def read_headers(
 def write_trailer(
     operands: Operands,
     flag: Tensor,  # in-out: i32 (1,); reset
-    trailer: Tensor,  # out: f32 (segments + 2,)
+    seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
+    trailer: Tensor,  # out: f32 (segments + TRAILER_WORDS,)
     *,
     failed: bool,
 ) -> None:
@@ -171,7 +194,7 @@ def write_trailer(
     launch(
         _write_trailer_kernel, 1, trailer,
         operands.addresses,
-        flag,
+        flag, seed,
         trailer,
         len(operands.params),
         HAS_FAILED=failed, CHUNK=32, shape="small",
@@ -179,9 +202,11 @@ def write_trailer(
 
 
 def read_trailer(
-    trailer: Tensor,  # f32 (segments + 2,), summed over ranks
+    trailer: Tensor,  # f32 (segments + TRAILER_WORDS,), summed over ranks
     status: Tensor,  # in-out: i32 (2,)
     present: Tensor,  # out: i32 (segments,)
+    *,
+    world: int,
 ) -> None:
     """What ``read_headers`` does, from a summed trailer."""
     launch(
@@ -189,6 +214,6 @@ def read_trailer(
         trailer,
         status,
         present,
-        present.numel(),
+        present.numel(), world,
         CHUNK=32, shape="small",
     )  # fmt: skip

@@ -97,7 +97,7 @@ def _commit_norms_kernel(
     param = tl.load(received_ptr + num_segments + segment, mask=mask, other=0.0)
     seen = mask & (tl.load(present_ptr + segment, mask=mask, other=0) != 0)
     usable = seen & (grad > 0.0) & (grad < float("inf")) & (param < float("inf"))
-    least = tl.load(norms_ptr + segment, mask=usable, other=0.0) * 0.25  # of squares: half the norm
+    least = tl.load(norms_ptr + segment, mask=usable, other=0.0) * 0.81  # of squares: nine tenths of the norm
     tl.store(norms_ptr + segment, tl.maximum(grad, least), mask=usable)
     tl.store(norms_ptr + num_segments + segment, param, mask=usable)
 

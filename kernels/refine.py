@@ -156,25 +156,24 @@ def _select_candidates_kernel(
             if count > 0:
                 slot = tl.atomic_add(count_ptr + scope, count, sem="relaxed") + tl.cumsum(near.to(tl.int32)) - 1
                 tl.store(near_ptr + origin + slot, key, mask=near)
-    if last_arrival(ticket_ptr + scope, parts):
-        threshold = rank * 0
-        if rank > 0:
-            end = origin + tl.load(count_ptr + scope, cache_modifier=".cg")
-            # In the bin's own coordinates: as many bits as it is wide.
-            shift = tl.where(high == _NO_LIMIT, 63, tl.load(width_ptr + scope).to(tl.int64))
-            digits, excess = rank * 0, rank
-            while (excess > 0) & (shift > 0):
-                below = tl.maximum(shift - 8, 0)
-                digits, rank, excess = pick_among(near_ptr, origin, end, low, digits, rank, shift, below, ALONE)
-                shift = below
-            threshold = high
-            for chunk in range(origin, end, ALONE):  # the smallest of those that have these digits is the k-th
-                at = chunk + tl.arange(0, ALONE)
-                key = tl.load(near_ptr + at, mask=at < end, other=0, cache_modifier=".cg")
-                same = (at < end) & (((key - low) >> shift) == (digits >> shift))
-                threshold = tl.minimum(threshold, tl.min(tl.where(same, key, _NO_LIMIT)))
-            tl.debug_barrier()  # all have read the count
-            tl.store(count_ptr + scope, 0)
+    # Where there are no more candidates than asked for, what let them in stays the threshold.
+    if last_arrival(ticket_ptr + scope, parts) & (rank > 0):
+        end = origin + tl.load(count_ptr + scope, cache_modifier=".cg")
+        # In the bin's own coordinates: as many bits as it is wide.
+        shift = tl.where(high == _NO_LIMIT, 63, tl.load(width_ptr + scope).to(tl.int64))
+        digits, excess = rank * 0, rank
+        while (excess > 0) & (shift > 0):
+            below = tl.maximum(shift - 8, 0)
+            digits, rank, excess = pick_among(near_ptr, origin, end, low, digits, rank, shift, below, ALONE)
+            shift = below
+        threshold = high
+        for chunk in range(origin, end, ALONE):  # the smallest of those that have these digits is the k-th
+            at = chunk + tl.arange(0, ALONE)
+            key = tl.load(near_ptr + at, mask=at < end, other=0, cache_modifier=".cg")
+            same = (at < end) & (((key - low) >> shift) == (digits >> shift))
+            threshold = tl.minimum(threshold, tl.min(tl.where(same, key, _NO_LIMIT)))
+        tl.debug_barrier()  # all have read the count
+        tl.store(count_ptr + scope, 0)
         tl.store(threshold_ptr + scope, threshold)
 
 
@@ -244,7 +243,9 @@ def _pack_payload_kernel(
             unused = tail + tl.arange(0, CHUNK)
             tl.store(out_indices_ptr + unused, tl.zeros((CHUNK,), tl.int16), mask=unused < num_values)
             tl.store(values_ptr + unused, narrow(tl.zeros((CHUNK,), tl.float32), WIRE), mask=unused < num_values)
-        fill_header(address_ptr, flag_ptr, seed_ptr, header_ptr, total, num_segments, words, VERSION, FIRST)
+        fill_header(
+            address_ptr, flag_ptr, seed_ptr, header_ptr, total, num_values, num_segments, words, VERSION, FIRST
+        )  # fmt: skip
 
 
 def list_candidates(
@@ -287,7 +288,7 @@ def select_candidates(
     near: Tensor,  # scratch: i64 (capacity,): those keys
     near_counts: Tensor,  # scratch: i32 (scopes,), zeros before and after
     tickets: Tensor,  # scratch: i32 (scopes,), zeros before and after
-    thresholds: Tensor,  # in-out: i64 (scopes,): least candidate; ranks-th largest, 0 where there are no more
+    thresholds: Tensor,  # in-out: i64 (scopes,): least candidate; ranks-th largest where there are more
     keys: Tensor,  # out: i64 (capacity,)
     flag: Tensor,  # in-out: i32 (1,): set to 1 if a candidate is not finite
 ) -> None:

@@ -36,7 +36,7 @@ import fusedcomp.kernels
 from fusedcomp.kernels._launch import INTERPRET
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.digits import BINS
-from fusedcomp.kernels.headers import HEADER_WORDS
+from fusedcomp.kernels.headers import HEADER_WORDS, TRAILER_WORDS
 from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import WORDS, Operands, Segments
 
@@ -194,12 +194,13 @@ def arguments(
         "headers": inside(sizes.world, words, dtype=torch.int32),
         "sent": torch.empty(segments.numel),
         "flat": torch.empty(segments.numel),
-        "trailer": inside(count + 2),
+        "trailer": inside(count + TRAILER_WORDS),
         "norms": inside(2, count),
         "received": inside(sizes.world, 2 * count),
         # numbers
         "grad_scale": 1.0,
         "inverse_world": 1.0 / sizes.world,
+        "world": sizes.world,
         "weight_decay": 0.1,
         "momentum": 0.9,
         "coefficient": 0.001,

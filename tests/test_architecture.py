@@ -18,7 +18,7 @@ FRONT = sorted(path for path in (ROOT / "fusedcomp").rglob("*.py") if LINK not i
 # A module imports from its own layer and those above it in this list, from nothing below.
 LAYERS = (
     {"kernels"},
-    {"_dispatch", "wire", "buckets"},
+    {"_dispatch", "wire", "buckets", "values"},
     {"compressors", "memories", "collectives", "rules"},
     {"checks", "checkpoint", "buffers", "pipeline"},
     {"metrics", "overlap", "optimizer", "optim"},

@@ -137,6 +137,10 @@ def test_the_saved_compressor_wins() -> None:
         (lambda g: g["fusedcomp"].update(version=99), "format version 99"),
         (lambda g: g["compressor"].update(name="Magic"), "unknown record 'Magic'"),
         (lambda g: g["params"].append(7), "doesn't match the size"),
+        (lambda g: g["fusedcomp"].update(step=-1), r"checkpoint's step must be an integer in \[0, 2\*\*31\), got -1"),
+        (lambda g: g["fusedcomp"].update(step=1 << 31), "checkpoint's step must be"),
+        (lambda g: g["fusedcomp"].update(step=2.5), r"checkpoint's step must be .* got 2\.5"),
+        (lambda g: g["fusedcomp"].pop("step"), "checkpoint's step must be .* got None"),
     ],
 )
 def test_bad_checkpoints_are_refused(change: object, text: str) -> None:
@@ -145,6 +149,29 @@ def test_bad_checkpoints_are_refused(change: object, text: str) -> None:
     change(saved["param_groups"][0])
     with pytest.raises(ValueError, match=text):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("value", [torch.ones(64), torch.ones(32, 64), torch.ones(64, 64, 1), 3.0], ids=str)
+@pytest.mark.parametrize("field", ["velocity", "residual", "momentum_buffer"])
+def test_states_of_another_shape_are_refused_before_anything_is_loaded(field: str, value: object) -> None:
+    """(64,) would be broadcast into (64, 64), and (32, 64) leave a part of the file loaded."""
+    saved = SGD(small().named_parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01)).state_dict()
+    saved["state"][1]["momentum_buffer"] += 1.0  # of the bias: fine by itself
+    saved["state"][0][field] = value
+    optimizer = SGD(small().named_parameters(), lr=0.5, momentum=0.9, compressor=TopK(0.01))
+    with pytest.raises(ValueError, match=rf"{field} of parameter 'weight' must be a tensor of shape \(64, 64\)"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not any(state.any() for states in optimizer.state.values() for state in states.values())
+
+
+def test_another_number_of_param_groups_is_refused() -> None:
+    """Also where the file is torch's, which says nothing of a compressor."""
+    model = small()
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="has 2 param groups, this optimizer 1"):
+        optimizer.load_state_dict(torch.optim.SGD(groups, lr=0.1).state_dict())
 
 
 def test_other_optimizers_checkpoints_are_refused() -> None:

@@ -277,7 +277,7 @@ DIFFERENT = {
     "lr": lambda r: ({"lr": 0.1 + r}, net()),
     "bucket_cap_mb": lambda r: ({"bucket_cap_mb": 1.0 + r}, net()),
     "overlap": lambda r: ({"overlap": bool(r)}, net()),
-    "layout of parameter '0.weight'": lambda r: ({}, nn.Sequential(nn.Linear(3 + r, 2))),
+    "parameter 0 of group 0 is '0.weight', torch.float32 (2, 3)": lambda r: ({}, nn.Sequential(nn.Linear(3 + r, 2))),
     "number of parameters": lambda r: ({}, nn.Sequential(nn.Linear(3, 2, bias=bool(r)))),
 }
 
@@ -304,6 +304,7 @@ REFUSED = {
     "fused": lambda p: fusedcomp.SGD(p, fused=True),
     "is torch.float64": lambda p: fusedcomp.SGD([*p, nn.Parameter(torch.zeros(3, dtype=torch.float64))], lr=0.1),
     "empty": lambda p: fusedcomp.LARS([], lr=0.1),
+    "process_group must be": lambda p: fusedcomp.SGD(p, process_group="x"),
 }
 
 
@@ -352,13 +353,66 @@ def test_other_collectives_do_not_mix_with_ours() -> None:
 
 def differing_group(rank: int, world: int) -> tuple[str, bytes]:
     model, extra = net(), nn.Linear(5, 8 + rank)
-    optimizer = optimizer_for(model)
-    message = message_of(lambda: optimizer.add_param_group({"params": list(extra.named_parameters())}))
+    optimizer = fusedcomp.SGD(model.parameters(), lr=0.05, compressor=TopK(0.01))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    message = message_of(lambda: optimizer.add_param_group({"params": list(extra.parameters())}))
     step_ok(model, optimizer, rank, 0)
     return message, digest(model)
 
 
 def test_a_differing_param_group_is_taken_back() -> None:
+    """It is called by its number, and both shapes are shown, though the parameters have no names."""
     zero, one = run(differing_group, 2)
-    assert zero[0].startswith("ValueError: ranks were given different optimizers")
+    assert zero[0] == (
+        "ValueError: ranks were given different optimizers: parameter 0 of group 2 is torch.float32 (8, 5), strides "
+        "[5, 1] on rank 0, torch.float32 (9, 5), strides [5, 1] on rank 1"
+    )
     assert zero == one
+
+
+def overlapping_groups(rank: int, world: int) -> list[bytes]:
+    """Optimizers on the world and on subgroups, in orders that differ between ranks as far as they can."""
+    pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (0, 2), (1, 2))}
+    results = []
+
+    def trained(process_group: object) -> None:
+        model = net()
+        optimizer = optimizer_for(model, process_group=process_group)
+        step_ok(model, optimizer, rank, 0)
+        results.append(digest(model))
+
+    for ranks in ((0, 1), None, (0, 1), (0, 1), (0, 2), (1, 2), None, (0, 1), None):
+        if ranks is None:
+            trained(None)
+        elif rank in ranks:
+            trained(pairs[ranks])
+    if rank < 2:  # where groups went, names come back
+        dist.destroy_process_group(pairs[0, 1])
+        trained(dist.new_group([0, 1], use_local_synchronization=True))
+    return results
+
+
+def test_optimizers_on_subgroups_and_on_the_world_do_not_wait_for_each_other() -> None:
+    """Ranks that know different numbers of process groups name a new one alike."""
+    zero, one, two = run(overlapping_groups, 3)
+    assert zero[:4] == one[:4]  # (0, 1), world, (0, 1), (0, 1)
+    assert zero[4] == two[1]
+    assert one[4] == two[2]
+    assert zero[5] == one[5] == two[3]
+    assert zero[6] == one[6]
+    assert zero[1] == two[0]
+    assert zero[7] == one[7] == two[4]
+    assert zero[8] == one[8]
+
+
+def wrapped(rank: int, world: int) -> str:
+    model = net()
+    optimizer = optimizer_for(model)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    loss_of(wrapper, rank, 0).backward()
+    return message_of(optimizer.step)
+
+
+def test_a_wrapper_left_around_the_model_is_named() -> None:
+    for message in run(wrapped, 2):
+        assert "remove the DistributedDataParallel wrapper" in message

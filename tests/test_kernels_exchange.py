@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.segments import Operands
 from kernel_cases import POISON, build
 from kernel_runs import DEVICE, KERNELS, SUM, TWINS, TYPES, i32, same, whole_pass
@@ -146,9 +147,9 @@ def test_commit_norms_keeps_the_last_usable_ones() -> None:
     )
     present = torch.tensor([1, 1, 1, 1, 0], dtype=torch.int32, device=DEVICE)
     for modules in (KERNELS, TWINS):
-        norms = torch.full((2, 5), 7.0, device=DEVICE)
+        norms = torch.full((2, 5), 2.25, device=DEVICE)
         modules["norms"].commit_norms(received, present, norms, inverse_world=0.5)
-        assert norms.tolist() == [[2.0, 7.0, 7.0, 7.0, 7.0], [10.0, 7.0, 7.0, 7.0, 7.0]]
+        assert norms.tolist() == [[2.0, 2.25, 2.25, 2.25, 2.25], [10.0, 2.25, 2.25, 2.25, 2.25]]
 
 
 @pytest.mark.parametrize("segments", [1, 31, 32, 33, 70])
@@ -170,19 +171,26 @@ def test_headers_and_trailers(segments: int, failed: bool) -> None:
             assert int(case.seed) == 42
             assert int(out["flag"]) == 0
             flag = torch.tensor([1 - rank], dtype=torch.int32, device=DEVICE)
-            trailers.append(torch.full((segments + 2,), POISON, device=DEVICE))
-            modules["headers"].write_trailer(case.operands(), flag, trailers[rank], failed=failed and rank == 1)
+            trailers.append(torch.full((segments + TRAILER_WORDS,), POISON, device=DEVICE))
+            modules["headers"].write_trailer(
+                case.operands(), flag, case.seed, trailers[rank], failed=failed and rank == 1
+            )
             assert int(flag) == 0
+            assert int(case.seed) == 43
         present = [sum(g is not None for g in grads[rank]) for rank in range(2)]
-        assert [h[:4].tolist() for h in headers] == [[1, present[0], 1, 41], [1, present[1], 0, 41]]
+        assert [h[:4].tolist() for h in headers] == [
+            [1 + (segments << 16), present[0], 1, 41],
+            [1 + (segments << 16), present[1], 0, 41],
+        ]
         if failed:  # a third rank
             headers.append(torch.zeros_like(headers[0]))
             modules["headers"].write_failure(case.seed, headers[2])
-            assert headers[2].tolist() == [1, 0, 2, 42] + [0] * (len(headers[2]) - 4)
-            assert int(case.seed) == 43
+            assert headers[2].tolist() == [1, 0, 2, 43] + [0] * (len(headers[2]) - 4)
+            assert int(case.seed) == 44
         for read, source in (("read_headers", torch.stack(headers)), ("read_trailer", sum(trailers))):
             status = torch.zeros(2, dtype=torch.int32, device=DEVICE)
             found = torch.full((segments,), -7, dtype=torch.int32, device=DEVICE)
-            getattr(modules["headers"], read)(source, status, found)
+            world = {"world": 2} if read == "read_trailer" else {}
+            getattr(modules["headers"], read)(source, status, found, **world)
             assert found.tolist() == expected
             assert status.tolist() == [1, int(failed)]

@@ -6,6 +6,7 @@ from torch import nn
 
 import fusedcomp
 from fusedcomp import LARS, SGD, Identity, MomentumCorrection, NoMemory, Residual, TopK, _dispatch
+from fusedcomp.kernels.headers import TRAILER_WORDS
 from ranks import digest, loss_of, net, train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of what calls kernels and twins directly
@@ -93,7 +94,7 @@ def test_nothing_is_sent_that_is_larger_than_raw() -> None:
             optimizer = SGD([weight], lr=0.1, compressor=TopK(density))
             weight.grad = torch.randn(shape)
             optimizer.step()
-            assert int(optimizer.metrics()["bytes_sent"]) <= 4 * weight.numel() + 4 * 3
+            assert int(optimizer.metrics()["bytes_sent"]) <= 4 * (weight.numel() + 1 + TRAILER_WORDS)
 
 
 def test_entries_sent_densely_leave_no_residual() -> None:
@@ -154,18 +155,19 @@ def test_lars_after_a_tiny_gradient_moves_about_as_usual() -> None:
         weight.grad = scale * torch.randn(64, 64, generator=generator)
         optimizer.step()
         moved.append(float((weight.detach() - before).norm()))
-    assert 1.9 < moved[2] / moved[0] < 2.1
+    assert 1.05 < moved[2] / moved[0] < 1.2
     assert moved[3] == pytest.approx(moved[0], rel=0.05)
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["twin", "kernel"])
-def test_a_received_gradient_norm_falls_by_at_most_half(kernels: bool) -> None:
+def test_a_received_gradient_norm_falls_by_at_most_a_tenth(kernels: bool) -> None:
     module = _dispatch._KERNELS if kernels else _dispatch._TWINS
     received = torch.tensor([[1.0, 1.0, 100.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
     present = torch.tensor([1, 1, 1, 0, 1], dtype=torch.int32, device=DEVICE)
-    norms = torch.tensor([[3.0, 64.0, 64.0, 64.0, 0.0], [64.0] * 5], device=DEVICE)
+    norms = torch.tensor([[1.125, 64.0, 64.0, 64.0, 0.0], [64.0] * 5], device=DEVICE)
     module.norms.commit_norms(received, present, norms, inverse_world=1.0)
-    assert norms.tolist() == [[1.0, 16.0, 100.0, 64.0, 1.0], [2.0, 2.0, 2.0, 64.0, 2.0]]
+    expected = torch.tensor([[1.0, 64.0 * 0.9**2, 100.0, 64.0, 1.0], [2.0, 2.0, 2.0, 64.0, 2.0]], device=DEVICE)
+    torch.testing.assert_close(norms, expected)
 
 
 def test_lars_excludes_vectors_by_two_switches() -> None:
@@ -232,3 +234,29 @@ def test_the_repr_tells_what_is_compressed_and_how() -> None:
     assert "TopK(density=0.001" in text
     assert "scope='tensor'" in text
     assert fusedcomp.__version__
+
+
+@pytest.mark.parametrize("kind", [SGD, LARS])
+@pytest.mark.parametrize("compressor", [TopK(0.01), TopK(1.0), Identity()], ids=["topk", "all", "identity"])
+@pytest.mark.parametrize("memory", [MomentumCorrection(), Residual()], ids=["correction", "residual"])
+def test_the_default_dtype_changes_nothing(kind: type[SGD], compressor: object, memory: object) -> None:
+    """Buffers are fp32 because they say so, whatever torch makes of a tensor that does not."""
+    results = []
+    for default in (torch.float32, torch.float64):
+        model, half = net(), nn.Linear(64, 64).bfloat16()
+        nn.init.constant_(half.weight, 0.5)
+        loss_of(model, 0, 0).backward()
+        half.weight.grad = torch.full_like(half.weight, 0.25)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            optimizer = kind(
+                [{"params": model.parameters()}, {"params": half.weight, "momentum": 0.0}],
+                lr=0.05, momentum=0.9, weight_decay=1e-3, compressor=compressor, memory=memory,
+            )  # fmt: skip
+            optimizer.step()
+            metrics = {name: (value.dtype, value.tolist()) for name, value in optimizer.metrics().items()}
+        finally:
+            torch.set_default_dtype(before)
+        results.append((digest(model), half.weight.tolist(), metrics))
+    assert results[0] == results[1]

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fusedcomp import LARS, SGD, TopK
+from fusedcomp import LARS, SGD, MomentumCorrection, TopK
 from ranks import net
 
 REFUSED = {
@@ -18,18 +20,28 @@ REFUSED = {
     "foreach": (ValueError, lambda p: SGD(p, foreach=True), "True"),
     "fused": (ValueError, lambda p: SGD(p, fused=True), "True"),
     "differentiable": (ValueError, lambda p: SGD(p, differentiable=True), "True"),
+    "capturable": (ValueError, lambda p: SGD(p, capturable=True), "True"),
     "colour": (TypeError, lambda p: SGD(p, colour=1), "unexpected keyword"),
     "compressor": (TypeError, lambda p: SGD(p, compressor="topk"), "'topk'"),
     "memory": (TypeError, lambda p: SGD(p, memory=3), "3"),
-    "bucket_cap_mb": (ValueError, lambda p: SGD(p, bucket_cap_mb=0), "0"),
+    "bucket_cap_mb": (ValueError, lambda p: SGD(p, bucket_cap_mb=0), "> 0, got 0"),
+    "bucket_cap_mb inf": (ValueError, lambda p: SGD(p, bucket_cap_mb=float("inf")), "finite and > 0, got inf"),
+    "maximize": (TypeError, lambda p: SGD(p, maximize=1), "True or False, got 1"),
+    "nesterov too": (TypeError, lambda p: SGD(p, momentum=0.9, nesterov="yes"), "True or False, got 'yes'"),
+    "overlap": (TypeError, lambda p: SGD(p, overlap=None), "True or False, got None"),
+    "exclude_1d_from_trust": (TypeError, lambda p: LARS(p, exclude_1d_from_trust=0), "True or False, got 0"),
+    "exclude_1d_from_decay": (TypeError, lambda p: LARS(p, exclude_1d_from_decay=[]), "True or False, got []"),
+    "masking": (TypeError, lambda p: MomentumCorrection(masking=1), "True or False, got 1"),
     "trust_coefficient": (ValueError, lambda p: LARS(p, trust_coefficient=0.0), "0.0"),
     "eps": (ValueError, lambda p: LARS(p, eps=-1.0), "-1.0"),
     "density": (ValueError, lambda p: TopK(0.0), "0.0"),
     "density too": (ValueError, lambda p: TopK(1000), "1000"),
+    "density True": (ValueError, lambda p: TopK(True), "True"),
     "warmup_steps": (ValueError, lambda p: TopK(0.1, warmup_steps=-1), "-1"),
     "selection": (ValueError, lambda p: TopK(0.1, selection="best"), "'best'"),
     "scope": (ValueError, lambda p: TopK(0.1, scope="model"), "'model'"),
-    "process_group": (ValueError, lambda p: SGD(p, process_group=object()), "not initialised"),
+    "process_group": (TypeError, lambda p: SGD(p, process_group="x"), "ProcessGroup or None, got 'x'"),
+    "process_group too": (ValueError, lambda p: SGD(p, process_group=dist.ProcessGroup(0, 1)), "not initialised"),
 }
 
 
@@ -59,8 +71,43 @@ def test_what_holds_for_all_groups_is_refused_in_one(argument: str, value: objec
     assert len(optimizer.param_groups) == 1
 
 
+NEUTRAL = {"foreach": None, "fused": False, "differentiable": False, "capturable": False}
+
+
 def test_neutral_torch_arguments_are_accepted() -> None:
-    SGD(net().parameters(), 0.1, 0.9, 0, 1e-4, True, foreach=None, fused=False, differentiable=False)
+    SGD(net().parameters(), 0.1, 0.9, 0, 1e-4, True, **NEUTRAL)
+    optimizer = SGD([{"params": net().parameters(), "dampening": 0, **NEUTRAL}], lr=0.1)
+    flagged = torch.optim.SGD(net().parameters(), lr=0.3, foreach=True)  # how torch computes is no part of the state
+    optimizer.load_state_dict(flagged.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.param_groups[0]["foreach"] is None
+
+
+@pytest.mark.parametrize("argument", ["dampening", *NEUTRAL])
+def test_torch_arguments_are_refused_in_a_param_group_too(argument: str) -> None:
+    model = net()
+    optimizer = SGD(model[0].parameters(), lr=0.1)
+    rest = {"params": model[2].parameters(), argument: True}
+    for build in (lambda: SGD([rest], lr=0.1), lambda: optimizer.add_param_group(rest)):
+        with pytest.raises(ValueError, match=f"does not take {argument}=True"):
+            build()
+    assert len(optimizer.param_groups) == 1
+
+
+def test_numpy_scalars_stand_for_numbers() -> None:
+    """And are kept as Python's, so that ranks compare equal and checkpoints load with weights_only."""
+    number, flag = numpy.float32(0.5), numpy.bool_(True)
+    compressor = TopK(number, warmup_steps=numpy.int64(5))
+    assert compressor == TopK(0.5, warmup_steps=5)
+    assert repr(compressor) == repr(TopK(0.5, warmup_steps=5))
+    optimizer = LARS(
+        net().parameters(), lr=numpy.float32(0.5), momentum=number, weight_decay=numpy.int64(1), nesterov=flag,
+        trust_coefficient=number, eps=number, exclude_1d_from_trust=flag, maximize=flag, overlap=flag,
+        bucket_cap_mb=numpy.float64(7), compressor=compressor, memory=MomentumCorrection(masking=flag),
+    )  # fmt: skip
+    kinds = {type(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+    assert kinds == {float, int, bool, TopK, MomentumCorrection}
+    assert optimizer.param_groups[0]["memory"].masking is True
 
 
 @pytest.mark.parametrize(
@@ -81,7 +128,6 @@ def test_unsupported_parameters_are_named(make: Callable[[], torch.Tensor], reas
 
 
 def test_dtensors_are_refused_by_name() -> None:
-    import torch.distributed as dist
     from torch.distributed.tensor import DeviceMesh, distribute_tensor
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

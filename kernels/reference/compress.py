@@ -21,7 +21,7 @@ def prepared(
 
 def _sum_squares(values: Tensor, out: Tensor) -> None:
     """Per-block sums of squares of one segment."""
-    squares = torch.zeros(out.numel() * BLOCK, device=values.device)
+    squares = torch.zeros(out.numel() * BLOCK, dtype=torch.float32, device=values.device)
     squares[: values.numel()] = values * values
     torch.sum(squares.view(-1, BLOCK), 1, out=out)
 

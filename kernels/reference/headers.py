@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fusedcomp.kernels.headers import FORMAT_VERSION, HEADER_WORDS
+from fusedcomp.kernels.headers import FORMAT_VERSION, HEADER_WORDS, TRAILER_WORDS
 from fusedcomp.kernels.segments import Operands
 
 NON_FINITE, FAILED = 1, 2
@@ -18,9 +18,11 @@ def _bits(words: Tensor, count: int) -> Tensor:
     return ((words[..., None] >> torch.arange(32, device=words.device)) & 1).flatten(-2)[..., :count]
 
 
-def end_payload(operands: Operands, flag: Tensor, seed: Tensor, header: Tensor, count: Tensor, version: int) -> None:
+def end_payload(
+    operands: Operands, flag: Tensor, seed: Tensor, header: Tensor, count: Tensor, asked: int, version: int
+) -> None:
     """What ``fill_header`` does on the device."""
-    header[0] = version
+    header[0] = version + ((asked & 0x7FFF) << 16)
     header[1] = count
     header[2] = (flag[0] != 0) * NON_FINITE
     header[3] = seed[0]
@@ -48,14 +50,20 @@ def read_headers(headers: Tensor, status: Tensor, present: Tensor) -> None:
     present.copy_(_bits(headers[:, HEADER_WORDS:], present.numel()).amax(0))
 
 
-def write_trailer(operands: Operands, flag: Tensor, trailer: Tensor, *, failed: bool) -> None:
-    trailer[:-2] = _presence(operands).float()
-    trailer[-2] = (flag[0] != 0).float()
-    trailer[-1] = float(failed)
+def write_trailer(operands: Operands, flag: Tensor, seed: Tensor, trailer: Tensor, *, failed: bool) -> None:
+    trailer[:-TRAILER_WORDS] = _presence(operands).float()
+    told = [(flag[0] != 0).float(), torch.full_like(trailer[0], float(failed))]
+    for number in (seed[0] % 64, seed[0] % 61):
+        told += [number.float(), number.float() ** 2]
+    trailer[-TRAILER_WORDS:] = torch.stack(told)
     flag.zero_()
+    seed += 1
 
 
-def read_trailer(trailer: Tensor, status: Tensor, present: Tensor) -> None:
-    present.copy_(trailer[:-2] > 0.0)
-    status[0] += int(trailer[-2] > 0.0)
-    status[1] |= int(trailer[-1] > 0.0) * A_RANK_FAILED
+def read_trailer(trailer: Tensor, status: Tensor, present: Tensor, *, world: int) -> None:
+    present.copy_(trailer[:-TRAILER_WORDS] > 0.0)
+    non_finite, failed, even, even_squares, odd, odd_squares = map(int, trailer[-TRAILER_WORDS:].tolist())
+    status[0] += int(non_finite > 0)
+    status[1] |= int(failed > 0) * A_RANK_FAILED
+    same = even_squares * world == even**2 and odd_squares * world == odd**2
+    status[1] |= (not same) * RANKS_DIFFER

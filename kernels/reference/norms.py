@@ -49,5 +49,5 @@ def commit_norms(received: Tensor, present: Tensor, norms: Tensor, *, inverse_wo
         grad = grad + received[rank, :segments]
     new = torch.stack([grad * inverse_world, received[0, segments:]])
     usable = (present != 0) & (new[0] > 0.0) & torch.isfinite(new).all(0)
-    new[0] = torch.maximum(new[0], norms[0] * 0.25)
+    new[0] = torch.maximum(new[0], norms[0] * 0.81)
     norms.copy_(torch.where(usable, new, norms))

@@ -43,7 +43,8 @@ def select_candidates(
     flag |= (~residual[found].isfinite()).any().to(torch.int32)
     for scope, rank in enumerate(ranks.tolist()):
         mine = keys[limits[scope] : limits[scope + 1]]
-        thresholds[scope] = torch.topk(mine, rank).values[-1] if mine.numel() > rank else 0
+        if mine.numel() > rank:
+            thresholds[scope] = torch.topk(mine, rank).values[-1]
 
 
 def pack_payload(
@@ -80,4 +81,4 @@ def pack_payload(
     residual[won] = 0.0 if lossless else torch.where(value.isfinite(), value - sent.float(), 0.0)
     if velocity is not None:
         velocity[won] = 0.0
-    end_payload(operands, flag, seed, header, starts[-1], ENCODING[values.dtype])
+    end_payload(operands, flag, seed, header, starts[-1], values.numel(), ENCODING[values.dtype])
