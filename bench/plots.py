@@ -143,6 +143,8 @@ LINES = {
     "topk0.01": (ORANGE, "-", "D"),
     "topk0.001": (RED, "-", "o"),
     "topk0.001_bf16": (RED, ":", "P"),
+    "nocomm_graph": (GREY, ":", ""),
+    "topk0.001_graph": (GREEN, "-", "X"),
 }
 
 
