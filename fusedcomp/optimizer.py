@@ -40,10 +40,25 @@ class Settings:
     always_sparse: bool  # tests: compress every parameter, and never go dense
 
 
+_STATUSES: list[Tensor] = []
+
+
+def _status_on(device: torch.device) -> Tensor:
+    """Pinned, so that kernels write where the host reads, in the rare step in which there is something to write.
+
+    Never given back: a kernel on its way when an optimizer is dropped would write into what somebody else got.
+    """
+    status = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+    if device.type == "cuda":
+        _STATUSES.append(status)
+    return status
+
+
 class CompressedOptimizer(torch.optim.Optimizer):
     """What SGD and LARS share: param groups, buckets, the step, checkpoints."""
 
     _backward: Backward
+    _status: Tensor  # i32 (2,): buckets that were not finite so far; what ranks say of failures (kernels/headers.py)
 
     def __init__(
         self,
@@ -134,10 +149,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._buckets = plan_buckets(params, int(self._settings.bucket_cap_mb * 2**20), scopes)
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         self._device = device
-        # Pinned, so that kernels write where the host reads, in the rare step in which there is something to write; by
-        # the numbers' address, for indexing a tensor takes 30 microseconds of every step.
-        self._status = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._said = (ctypes.c_int32 * 2).from_address(self._status.data_ptr())
+        if not hasattr(self, "_status") or self._status.is_pinned() != (device.type == "cuda"):
+            self._status = _status_on(device)
+            # By address, for indexing a tensor takes 30 microseconds of every step.
+            self._said = (ctypes.c_int32 * 2).from_address(self._status.data_ptr())
         self._lr = [torch.zeros(1, dtype=torch.float32, device=device) for _ in self.param_groups]
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]

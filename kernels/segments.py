@@ -98,12 +98,19 @@ class Segments:
         return segment if self.per_tensor else 0
 
 
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Operands:
     """The tensors of a bucket as both sides of the twin need them: lists for torch, addresses for the kernels.
 
     All tensors of a segment share one dense layout, so that "element i" is the i-th in memory. A missing gradient is
     None, address 0. Addresses are sent only when one changed, from pinned memory that is not reused while a copy from
-    it is pending; under stream capture as arguments of kernels, which the graph keeps, for every capture its own.
+    it is pending.
+
+    A table that a CUDA graph reads is its own from then on: plain steps between its replays use another. What differs
+    under capture from what was sent reaches the graph's table as arguments of kernels, which the graph keeps.
     """
 
     _SLOTS = 4
@@ -114,12 +121,13 @@ class Operands:
         self.dtype = self.params[0].dtype  # of all parameters and gradients
         device = self.params[0].device
         self.addresses = torch.zeros((2, len(self.params)), dtype=torch.int64, device=device)  # gradients, parameters
-        self._sent: list[list[int]] | None = None
+        self._sent: list[list[int]] | None = None  # what the table holds; None: only a graph knows
+        self._captured = False  # does a graph read the table?
+        self._of_graphs: list[Tensor] = []
         self._slot = 0
         if device.type == "cuda":
             self._pinned = torch.empty((self._SLOTS, *self.addresses.shape), dtype=torch.int64, pin_memory=True)
             self._copied = [torch.cuda.Event() for _ in range(self._SLOTS)]
-            self._cells = list(self.addresses.view(-1).unbind())
 
     @property
     def lacking(self) -> bool:
@@ -134,22 +142,29 @@ class Operands:
         """Take this step's gradients; on CUDA the copy runs on the current stream."""
         self.grads = list(grads)
         addresses = [[0 if g is None else g.data_ptr() for g in grads], [p.data_ptr() for p in self.params]]
-        if addresses == self._sent:
-            return
-        self._sent = addresses
-        host = torch.tensor(addresses, dtype=torch.int64)
+        capturing = _capturing(self.addresses.device)
+        if addresses != self._sent:
+            if capturing or self._captured:
+                self._of_graphs.append(self.addresses)  # a graph, or work on another stream, may still read it
+                self.addresses = torch.zeros_like(self.addresses)
+                self._captured = False
+            if capturing:
+                torch._foreach_add_(list(self.addresses.view(-1).unbind()), [a for row in addresses for a in row])
+            else:
+                self._send(torch.tensor(addresses, dtype=torch.int64))
+            self._sent = None if capturing else addresses
+        self._captured = self._captured or capturing
+
+    def _send(self, host: Tensor) -> None:
         if not self.addresses.is_cuda:
             self.addresses.copy_(host)
-        elif torch.cuda.is_current_stream_capturing():
-            self.addresses.zero_()
-            torch._foreach_add_(self._cells, host.view(-1).tolist())
-        else:
-            self._slot = (self._slot + 1) % self._SLOTS
-            if not self._copied[self._slot].query():
-                self._copied[self._slot].synchronize()  # four changes in flight: the host is far ahead of the device
-            self._pinned[self._slot].copy_(host)
-            self.addresses.copy_(self._pinned[self._slot], non_blocking=True)
-            self._copied[self._slot].record()
+            return
+        self._slot = (self._slot + 1) % self._SLOTS
+        if not self._copied[self._slot].query():
+            self._copied[self._slot].synchronize()  # four changes in flight: the host is far ahead of the device
+        self._pinned[self._slot].copy_(host)
+        self.addresses.copy_(self._pinned[self._slot], non_blocking=True)
+        self._copied[self._slot].record()
 
 
 def memory_order(tensor: Tensor) -> Tensor:

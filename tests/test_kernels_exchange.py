@@ -51,6 +51,13 @@ def test_apply(world: int, dtype: torch.dtype, wire: torch.dtype) -> None:
             torch.testing.assert_close(got, nearest, rtol=torch.finfo(dtype).eps, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_apply_where_pages_are_many(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Crowded pages are not shared out then."""
+    monkeypatch.setattr(KERNELS["apply"], "_FEW_PAGES", 0)
+    test_apply(3, dtype, torch.float32)
+
+
 def test_apply_survives_hostile_payloads() -> None:
     """Starts and indices from a peer are clamped: no store outside the parameters."""
     case, results = build((3000, 2049), device=DEVICE), []

@@ -260,3 +260,13 @@ def test_the_default_dtype_changes_nothing(kind: type[SGD], compressor: object, 
             torch.set_default_dtype(before)
         results.append((digest(model), half.weight.tolist(), metrics))
     assert results[0] == results[1]
+
+
+def test_what_was_not_finite_stays_counted_when_buckets_are_planned_anew() -> None:
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer = SGD([weight], lr=0.1, momentum=0.9, compressor=TopK(0.1))
+    weight.grad = torch.full((64, 64), float("nan"))
+    optimizer.step()
+    optimizer.param_groups[0]["compressor"] = TopK(0.2)
+    optimizer.zero_grad()
+    assert int(optimizer.metrics()["nonfinite"]) == 1
