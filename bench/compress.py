@@ -28,7 +28,7 @@ import cub
 from cases import Case, Timed
 from eager import FlatDGC, PerTensorDGC
 from frozen import DECAYS, Frozen, copy_all
-from fusedcomp.pipeline import Exchange
+from fusedcomp.exchange import Exchange
 from harness import log
 from trained import MOMENTUM
 

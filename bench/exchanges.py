@@ -9,6 +9,8 @@ powersgd4      of approximation rank 4
 topk0.001      fusedcomp.SGD with TopK(0.001), no wrapper; momentum correction and error feedback
 topk0.01       TopK(0.01)
 topk0.001_bf16 TopK(0.001) with bf16 values on the wire
+topk0.001_2level the same over two levels: dense inside the node, compressed between nodes
+hook0.001      DistributedDataParallel with fusedcomp's hook, TopK(0.001) and error feedback, and the SGD of the others
 ..._graph      nocomm and topk0.001 as replays of a CUDA graph of the whole step: without the host, which in eager mode
                needs about as long for a step as the GPU
 
@@ -17,6 +19,7 @@ before every forward (fusedcomp does not send them either).
 """
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import harness  # noqa: F401 - makes the checkout importable: before fusedcomp
 from fusedcomp import SGD, TopK
+from fusedcomp.ddp import CompressionState, compress_hook
 from rankset import Unavailable
 
 LR = 0.01
@@ -41,21 +45,24 @@ class Exchange:
 
     captured = False
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.module, self.optimizer = module, optimizer
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, state: CompressionState | None = None
+    ) -> None:
+        self.module, self.optimizer, self.state = module, optimizer, state
 
     def sent(self) -> dict[str, int]:
         """Bytes a step hands to the collectives, where the optimizer knows."""
-        if not isinstance(self.optimizer, SGD):
+        source = self.optimizer if isinstance(self.optimizer, SGD) else self.state
+        if source is None:
             return {}
-        metrics = self.optimizer.metrics()
-        return {name: int(metrics[name]) for name in ("bytes_sent", "bytes_dense")}
+        metrics = source.metrics()
+        return {name: int(metrics[name]) for name in ("bytes_sent", "bytes_intra", "bytes_dense")}
 
     def release(self) -> None:
         """Let go of wrapper and optimizer, and with them of their hooks, before the next row takes the model."""
         for param in self.module.parameters():
             param.grad = None  # a view of DDP's buckets
-        del self.module, self.optimizer
+        del self.module, self.optimizer, self.state
         gc.collect()
 
 
@@ -127,6 +134,29 @@ def _topk(density: float, **choices: Any) -> Callable[[nn.Module], Exchange]:
     return build
 
 
+def _hook(density: float) -> Callable[[nn.Module], Exchange]:
+    def build(model: nn.Module) -> Exchange:
+        state = CompressionState(TopK(density))
+        wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        wrapped.register_comm_hook(state, compress_hook)
+        return Exchange(wrapped, _sgd(model), state)
+
+    return build
+
+
+def _two_levels(density: float) -> Callable[[nn.Module], Exchange]:
+    def build(model: nn.Module) -> Exchange:
+        world, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+        if not 1 < per_node < world:
+            raise Unavailable("two levels need several nodes of several ranks")
+        device = next(model.parameters()).device.type
+        mesh = dist.device_mesh.init_device_mesh(device, (world // per_node, per_node))
+        optimizer = SGD(model.parameters(), lr=LR, momentum=MOMENTUM, compressor=TopK(density), process_group=mesh)
+        return Exchange(model, optimizer)
+
+    return build
+
+
 EXCHANGES: dict[str, Callable[[nn.Module], Exchange]] = {
     "nocomm": _nocomm,
     "in_step": _in_step,
@@ -137,6 +167,8 @@ EXCHANGES: dict[str, Callable[[nn.Module], Exchange]] = {
     "topk0.001": _topk(0.001),
     "topk0.01": _topk(0.01),
     "topk0.001_bf16": _topk(0.001, wire_dtype=torch.bfloat16),
+    "topk0.001_2level": _two_levels(0.001),
+    "hook0.001": _hook(0.001),
     "nocomm_graph": _graph(_nocomm),
     "topk0.001_graph": _graph(_topk(0.001)),
 }

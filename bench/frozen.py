@@ -12,7 +12,8 @@ from torch import Tensor
 
 import bandwidth
 from fusedcomp import _dispatch
-from fusedcomp.pipeline import DenseExchange, Exchange, SparseExchange
+from fusedcomp.exchange import Exchange
+from fusedcomp.pipeline import DenseExchange, SparseExchange
 from trained import Config, sparse_exchanges
 
 DECAY = 1e-4

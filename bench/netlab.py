@@ -36,9 +36,9 @@ from harness import log, quantile
 from nodes import HostNetwork, Network, Nodes
 from rankset import CellError, Hung, RankSet, Unavailable
 
-FEW = ("nocomm", "in_step", "ddp_bf16", "powersgd1", "topk0.001", "nocomm_graph", "topk0.001_graph")
+FEW = ("nocomm", "in_step", "ddp_bf16", "powersgd1", "topk0.001", "hook0.001", "nocomm_graph", "topk0.001_graph")
 ON_NVLINK = ("nocomm", "in_step", "ddp", "ddp_bf16", "powersgd1", "topk0.001", "nocomm_graph", "topk0.001_graph")
-ON_2X2 = ("nocomm", "ddp", "ddp_bf16", "topk0.001")
+ON_2X2 = ("nocomm", "ddp", "ddp_bf16", "topk0.001", "topk0.001_2level", "hook0.001")
 ALL_ROWS_AT = 10_000  # Mbit/s
 # A profiler slows the host, which plain calls wait for.
 TRACED = {"cuda": ("resnet50", "topk0.001_graph", ALL_ROWS_AT), "cpu": ("resnet50", "topk0.001", ALL_ROWS_AT)}

@@ -143,6 +143,7 @@ LINES = {
     "topk0.01": (ORANGE, "-", "D"),
     "topk0.001": (RED, "-", "o"),
     "topk0.001_bf16": (RED, ":", "P"),
+    "hook0.001": (PURPLE, "-", "X"),
     "nocomm_graph": (GREY, ":", ""),
     "topk0.001_graph": (GREEN, "-", "X"),
 }

@@ -44,6 +44,7 @@ class RankSet:
             environment = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(per_node),
                 "MASTER_ADDR": network.address,
                 "MASTER_PORT": str(port),
                 "NCCL_DEBUG": "INFO",

@@ -1,4 +1,5 @@
-"""Write what the records in bench/results say: the tables of README.md, docs/benchmarks.md and its plots.
+"""Write what the records in bench/results say: the tables of README.md, docs/benchmarks.md and its plots, and the
+constants of `python -m fusedcomp plan` (calibrate.py).
 
 python bench/report.py            rewrite docs/benchmarks.md, the plots in docs/img, and everywhere else in README.md
                                   and docs/ what stands between <!-- begin NAME --> and <!-- end NAME -->
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import calibrate
 import goals
 import plots
 import records
@@ -40,6 +42,7 @@ TABLES: dict[str, Table] = {
     "headline": ranks.headline,
     "training": ranks.training,
     "goals": goals.table,
+    "plan": calibrate.table,
 }
 
 
@@ -193,6 +196,9 @@ def texts(book: Book) -> Iterator[tuple[Path, str]]:
         if path != PAGE:
             yield path, render(path.name, path.read_text(), book)
     yield PAGE, page(book)
+    constants = calibrate.text(book)
+    if constants is not None and calibrate.PATH.parent.is_dir():  # a copy of bench/ and docs/ alone has no package
+        yield calibrate.PATH, constants
 
 
 def main() -> None:

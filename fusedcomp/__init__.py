@@ -1,12 +1,26 @@
 """fusedcomp: data-parallel training with compressed gradients, as drop-in torch optimizers."""
 
+from fusedcomp import ddp as ddp
+from fusedcomp.amp import GradScaler as GradScaler
 from fusedcomp.compressors import Identity as Identity
 from fusedcomp.compressors import TopK as TopK
 from fusedcomp.memories import MomentumCorrection as MomentumCorrection
 from fusedcomp.memories import NoMemory as NoMemory
 from fusedcomp.memories import Residual as Residual
+from fusedcomp.modules import broadcast_buffers as broadcast_buffers
 from fusedcomp.optim import LARS as LARS
 from fusedcomp.optim import SGD as SGD
 
 __version__ = "0.1.0"
-__all__ = ["LARS", "SGD", "Identity", "MomentumCorrection", "NoMemory", "Residual", "TopK"]
+__all__ = [
+    "LARS",
+    "SGD",
+    "GradScaler",
+    "Identity",
+    "MomentumCorrection",
+    "NoMemory",
+    "Residual",
+    "TopK",
+    "broadcast_buffers",
+    "ddp",
+]

@@ -9,32 +9,38 @@ from types import SimpleNamespace
 
 import torch
 
-from fusedcomp.kernels import apply, compress, dense, headers, norms, refine, sample
+from fusedcomp.kernels import apply, clip, compress, dense, headers, norms, refine, sample, verdict
 from fusedcomp.kernels.reference import apply as apply_twin
+from fusedcomp.kernels.reference import clip as clip_twin
 from fusedcomp.kernels.reference import compress as compress_twin
 from fusedcomp.kernels.reference import dense as dense_twin
 from fusedcomp.kernels.reference import headers as headers_twin
 from fusedcomp.kernels.reference import norms as norms_twin
 from fusedcomp.kernels.reference import refine as refine_twin
 from fusedcomp.kernels.reference import sample as sample_twin
+from fusedcomp.kernels.reference import verdict as verdict_twin
 
 _KERNELS = SimpleNamespace(
     apply=apply,
+    clip=clip,
     compress=compress,
     dense=dense,
     headers=headers,
     norms=norms,
     refine=refine,
     sample=sample,
+    verdict=verdict,
 )
 _TWINS = SimpleNamespace(
     apply=apply_twin,
+    clip=clip_twin,
     compress=compress_twin,
     dense=dense_twin,
     headers=headers_twin,
     norms=norms_twin,
     refine=refine_twin,
     sample=sample_twin,
+    verdict=verdict_twin,
 )
 
 

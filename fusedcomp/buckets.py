@@ -44,15 +44,24 @@ class Bucket:
         """Where the parameters were when the bucket was built."""
         return self.operands.addresses.device
 
-    def add_state(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A new flat state of zeros."""
-        self.states[name] = torch.zeros(self.segments.padded_numel, dtype=dtype, device=self.device)
+    def add_state(self, name: str, dtype: torch.dtype = torch.float32, halves: int = 1) -> Tensor:
+        """A new flat state of zeros; of two halves where a step may be undone."""
+        self.states[name] = torch.zeros(halves * self.segments.padded_numel, dtype=dtype, device=self.device)
         return self.states[name]
 
-    def views(self, position: int) -> dict[str, Tensor]:
-        """The states of one parameter: views in its shape and layout into the flat buffers."""
-        param, where = self.params[position], self.segments.slices[position]
-        views = {name: flat.as_strided(param.shape, param.stride(), where.start) for name, flat in self.states.items()}
+    def halves(self) -> list[Tensor]:
+        """The states that have two halves, as (2, padded)."""
+        padded = self.segments.padded_numel
+        return [flat.view(2, -1) for flat in self.states.values() if flat.numel() > padded]
+
+    def views(self, position: int, half: int = 0) -> dict[str, Tensor]:
+        """The states of one parameter: views in its shape and layout into the flat buffers, or one of their halves."""
+        param, start = self.params[position], self.segments.slices[position].start
+        padded = self.segments.padded_numel
+        views = {
+            name: flat.as_strided(param.shape, param.stride(), start + half * (flat.numel() - padded))
+            for name, flat in self.states.items()
+        }
         if self.norms is not None:
             views["grad_square_norm"] = self.norms[0, position]
             views["param_square_norm"] = self.norms[1, position]
@@ -102,7 +111,10 @@ def plan_buckets(
     closed += open_buckets.items()
     # A bucket is complete when its earliest parameter has its gradient: launch in the order in which that happens.
     closed.sort(key=lambda bucket: -min(bucket[1]))
-    return [_build(treatment, [params[i][0] for i in members], per_tensor) for treatment, members in closed]
+    return [
+        build_bucket(treatment, [params[i][0] for i in members], per_tensor[treatment.group])
+        for treatment, members in closed
+    ]
 
 
 def _tails(params: Sequence[tuple[Tensor, Treatment]], cap_bytes: int) -> dict[Treatment, int]:
@@ -123,12 +135,14 @@ def _tails(params: Sequence[tuple[Tensor, Treatment]], cap_bytes: int) -> dict[T
     return tails
 
 
-def _build(treatment: Treatment, params: list[Tensor], per_tensor: Sequence[bool]) -> Bucket:
+def build_bucket(treatment: Treatment, params: list[Tensor], per_tensor: bool) -> Bucket:
+    """A bucket of these parameters, in this order, without states yet."""
     numels = [p.numel() for p in params]
-    segments = Segments.build(numels, params[0].device, per_tensor=treatment.sparse and per_tensor[treatment.group])
+    segments = Segments.build(numels, params[0].device, per_tensor=treatment.sparse and per_tensor)
     if segments.padded_numel >= _MOST_ELEMENTS:
         raise NotImplementedError(f"a bucket holds at most 2**32 elements, padded to {BLOCK}; got {sum(numels)}")
-    return Bucket(treatment, params, segments, Operands(params), layouts=[(p.shape, p.stride()) for p in params])
+    operands = Operands(params, treatment.dtype)
+    return Bucket(treatment, params, segments, operands, layouts=[(p.shape, p.stride()) for p in params])
 
 
 def positions(buckets: Sequence[Bucket]) -> Iterator[tuple[Tensor, Bucket, int]]:
@@ -141,7 +155,8 @@ def positions(buckets: Sequence[Bucket]) -> Iterator[tuple[Tensor, Bucket, int]]
 def copy_states(buckets: Sequence[Bucket], kept: dict[Tensor, dict[str, Any]]) -> None:
     """Take over states kept per parameter, whatever buckets they came from; what is missing stays zero."""
     for param, bucket, position in positions(buckets):
-        for name, view in bucket.views(position).items():
-            value = kept.get(param, {}).get(name)
-            if value is not None:
-                view.copy_(value)
+        for half in (0, 1):
+            for name, view in bucket.views(position, half).items():
+                value = kept.get(param, {}).get(name)
+                if value is not None:
+                    view.copy_(value)

@@ -38,8 +38,10 @@ class PayloadBuffers:
     payloads: Payload  # views of ``received``
 
     @staticmethod
-    def allocate(layout: PayloadLayout, selection: Selection, world: int, device: torch.device) -> "PayloadBuffers":
-        """Zeros, and the numbers of the selection, sent without waiting."""
+    def allocate(
+        layout: PayloadLayout, selection: Selection, world: int, device: torch.device, room: Tensor | None
+    ) -> "PayloadBuffers":
+        """Zeros, and the numbers of the selection, sent without waiting. ``room``: u8 zeros, where to receive."""
 
         def i64(values: Sequence[int]) -> Tensor:
             host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -48,7 +50,9 @@ class PayloadBuffers:
         def zeros(numel: int) -> Tensor:
             return torch.zeros(numel, dtype=torch.int64, device=device)
 
-        received = torch.zeros((world, layout.nbytes), dtype=torch.uint8, device=device)
+        if room is None:
+            room = torch.zeros(world * layout.nbytes, dtype=torch.uint8, device=device)
+        received = room[: world * layout.nbytes].view(world, -1)
         own = received[0] if world == 1 else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         return PayloadBuffers(
             layout,
@@ -85,13 +89,14 @@ class Reduced:
         whole = torch.zeros(dense_numel(count, segments.numel, with_norms), dtype=torch.float32, device=bucket.device)
         values, trailer, norms = whole.split([segments.numel, count + TRAILER_WORDS, 2 * count if with_norms else 0])
         views = [values[where] for where in segments.compact_slices]
-        as_grads, as_params = Operands(bucket.params), Operands(views)
+        as_grads, as_params = Operands(bucket.params, bucket.treatment.dtype), Operands(views)
         as_grads.update(views)
         as_params.update([None] * count)
         return Reduced(whole, values, trailer, norms, as_grads, as_params)
 
-    def gradients(self) -> Operands:
+    def gradients(self, operands: Operands) -> Operands:
         """The sums as gradients beside the parameters, wherever those are by now."""
+        self.as_grads.params = operands.params
         self.as_grads.update(self.as_grads.grads)
         return self.as_grads
 

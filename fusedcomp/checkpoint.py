@@ -24,11 +24,10 @@ _RECORDS = {record.__name__: record for record in (TopK, Identity, MomentumCorre
 
 def encode(state_dict: dict[str, Any], group: Group, step: int) -> dict[str, Any]:
     """Records become dicts; rank, world size and step are noted in every param group."""
-    origin = {"version": CHECKPOINT_VERSION, "rank": group.rank, "world_size": group.world_size, "step": step}
     for packed in state_dict["param_groups"]:
         packed["compressor"] = encode_record(packed["compressor"])
         packed["memory"] = encode_record(packed["memory"])
-        packed["fusedcomp"] = dict(origin)
+        packed["fusedcomp"] = _origin(group, step)
     return state_dict
 
 
@@ -64,6 +63,16 @@ def decode(
     origin = origins[0] if origins and origins[0] else None
     if origin is None:
         return {**state_dict, "param_groups": saved}, 0, True
+    own = _check_origin(origin, group, "optimizer")
+    return {**state_dict, "param_groups": saved}, int(origin["step"]), own
+
+
+def _origin(group: Group, step: int) -> dict[str, int]:
+    return {"version": CHECKPOINT_VERSION, "rank": group.rank, "world_size": group.world_size, "step": step}
+
+
+def _check_origin(origin: Mapping[str, Any], group: Group, what: str) -> bool:
+    """Is it this rank's own file? Refuses what was not written by this version or an earlier one."""
     for field in ("version", "rank", "world_size", "step"):
         if not is_count(origin.get(field)) or origin[field] > _MOST_STEPS:
             raise ValueError(f"the checkpoint's {field} must be an integer in [0, 2**31), got {origin.get(field)!r}")
@@ -76,11 +85,53 @@ def decode(
         warnings.warn(
             f"this state_dict was saved by rank {origin['rank']} of {origin['world_size']}, and this is rank "
             f"{group.rank} of {group.world_size}: its residual (gradient not sent yet) is not this rank's and is "
-            "zeroed here. Save and load on every rank: "
-            "torch.save(optimizer.state_dict(), f'optimizer-rank{dist.get_rank()}.pt')",
-            stacklevel=3,
+            f"zeroed here. Save and load on every rank: torch.save({what}.state_dict(), "
+            f"f'{what}-rank{{dist.get_rank()}}.pt')",
+            stacklevel=4,
         )
-    return {**state_dict, "param_groups": saved}, int(origin["step"]), own
+    return own
+
+
+# ---- of the DDP hook -------------------------------------------------------------------------------------------
+
+
+def encode_hook(states: Mapping[str, Mapping[str, Tensor]], group: Group, step: int) -> dict[str, Any]:
+    """What a CompressionState keeps, by parameter name."""
+    return {"fusedcomp": _origin(group, step), "state": {name: dict(kept) for name, kept in states.items()}}
+
+
+def gather(mine: dict[str, Any], group: Group) -> dict[str, Any]:
+    """On rank 0 all ranks' dicts, elsewhere one's own; tensors come over the host."""
+    on_host = {**mine, "state": {n: {k: v.cpu() for k, v in kept.items()} for n, kept in mine["state"].items()}}
+    everyone = group.gather_to_first(on_host)
+    return on_host if everyone is None else {"ranks": dict(enumerate(everyone))}
+
+
+def decode_hook(
+    state_dict: Mapping[str, Any], params: Mapping[str, Tensor], group: Group
+) -> tuple[dict[str, dict[str, Tensor]], int]:
+    """States by name, and the step."""
+    if "ranks" in state_dict:
+        ranks = state_dict["ranks"]
+        state_dict = ranks.get(group.rank, ranks[0])
+    if "fusedcomp" not in state_dict or "state" not in state_dict:
+        raise ValueError(f"the checkpoint is not one of a CompressionState: its keys are {sorted(state_dict)}")
+    origin, states = state_dict["fusedcomp"], state_dict["state"]
+    for name, kept in states.items():
+        if name not in params:
+            raise ValueError(f"the checkpoint has states of a parameter {name!r}, which this model lacks")
+        for field, value in kept.items():
+            if field not in _PER_ELEMENT or tuple(value.shape) != tuple(params[name].shape):
+                raise ValueError(
+                    f"the checkpoint's {field} of parameter {name!r} must be one of {sorted(_PER_ELEMENT)} of shape "
+                    f"{tuple(params[name].shape)}, got shape {tuple(value.shape)}"
+                )
+    own = _check_origin(origin, group, "state")
+    kept = {
+        name: {field: value for field, value in fields.items() if own or field != "residual"}
+        for name, fields in states.items()
+    }
+    return kept, int(origin["step"])
 
 
 def check_states(
@@ -99,6 +150,22 @@ def check_states(
                         f"the checkpoint's {field} of parameter {name(param)} must be a tensor of shape {shape}, got "
                         f"{given}"
                     )
+
+
+def check_places(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    held: Mapping[Tensor, Mapping[str, Any]],
+    name: Callable[[Tensor], str],
+) -> None:
+    """Of two levels: refuse a residual that another rank of the node keeps by now, which would be lost."""
+    for packed, group in zip(state_dict["param_groups"], groups, strict=True):
+        for key, param in zip(packed["params"], group["params"], strict=False):
+            if "residual" in state_dict["state"].get(key, {}) and "residual" not in held.get(param, {}):
+                raise ValueError(
+                    f"the checkpoint has the residual of parameter {name(param)}, which another rank of this node "
+                    "keeps: build the optimizer with the groups, bucket_cap_mb and parameters it was saved with"
+                )
 
 
 def _record(value: Any) -> Any:

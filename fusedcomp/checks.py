@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomp.amp import GradScaler
 from fusedcomp.buckets import is_dense_layout
 from fusedcomp.compressors import Identity, TopK
 from fusedcomp.kernels.headers import FORMAT_VERSION
@@ -23,7 +24,10 @@ TORCH_ONLY = {
 }
 
 # What holds for the whole optimizer: in a param group it would be ignored.
-_CONSTRUCTOR_ONLY = ("process_group", "overlap", "bucket_cap_mb", "state_dtype", "always_sparse")
+_CONSTRUCTOR_ONLY = (
+    "process_group", "overlap", "bucket_cap_mb", "state_dtype", "max_grad_norm", "clip_scope", "skip_nonfinite",
+    "grad_scaler", "always_sparse",
+)  # fmt: skip
 _FLAGS = ("nesterov", "maximize", "exclude_1d_from_trust", "exclude_1d_from_decay")
 
 
@@ -55,6 +59,78 @@ def state_dtype(value: Any) -> None:
         raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {value!r}")
 
 
+def clip(max_grad_norm: Any, clip_scope: Any) -> None:
+    """Refuse what gradients cannot be clipped to."""
+    if max_grad_norm is not None:
+        positive("max_grad_norm", max_grad_norm)
+    if clip_scope not in ("model", "bucket", "tensor"):
+        raise ValueError(f"clip_scope must be 'model', 'bucket' or 'tensor', got {clip_scope!r}")
+
+
+def memory_goes_with(name: str, compressor: Any, memory: Any, states: torch.dtype) -> None:
+    """Check the records, and that states hold what is sent."""
+    if not isinstance(compressor, (TopK, Identity)):
+        raise TypeError(f"{name}: compressor must be TopK(...) or Identity(), got {compressor!r}")
+    if states == torch.bfloat16 and getattr(compressor, "wire_dtype", None) == torch.float16:
+        raise ValueError(
+            f"{name}: wire_dtype=torch.float16 cannot go with state_dtype=torch.bfloat16, whose range it does not "
+            "hold; use wire_dtype=torch.bfloat16, which sends such states exactly"
+        )
+    if not isinstance(memory, (MomentumCorrection, Residual, NoMemory)):
+        raise TypeError(f"{name}: memory must be MomentumCorrection(), Residual() or NoMemory(), got {memory!r}")
+
+
+def momenta(name: str, momentum: Any, nesterov: Any) -> None:
+    """Refuse what is no momentum."""
+    if not is_number(momentum) or not 0.0 <= momentum < 1.0:
+        raise ValueError(f"{name}: momentum must be in [0, 1), got {momentum!r}")
+    if nesterov and momentum <= 0:
+        raise ValueError(f"{name}: nesterov=True needs momentum > 0, got {momentum!r}")
+
+
+def hook(given: Mapping[str, Any], max_grad_norm: Any, clip_scope: Any, skip_nonfinite: Any) -> None:
+    """Check what a CompressionState is built with."""
+    name = "CompressionState"
+    flag(f"{name}: nesterov", given["nesterov"])
+    momenta(name, given["momentum"], given["nesterov"])
+    state_dtype(given["state_dtype"])
+    memory_goes_with(name, given["compressor"], given["memory"], given["state_dtype"])
+    if isinstance(given["memory"], MomentumCorrection) and not given["momentum"] > 0:
+        raise ValueError(f"{name}: MomentumCorrection() needs momentum > 0, got {given['momentum']!r}")
+    clip(max_grad_norm, clip_scope)
+    flag("skip_nonfinite", skip_nonfinite)
+    scaler = given["grad_scaler"]
+    if scaler is not None and (not isinstance(scaler, torch.amp.GradScaler) or isinstance(scaler, GradScaler)):
+        raise TypeError(
+            f"{name}: grad_scaler must be the torch.amp.GradScaler that steps the optimizer, got "
+            f"{type(scaler).__module__}.{type(scaler).__name__}"
+        )
+
+
+def gradient_dtype(dtype: torch.dtype, two_levels: bool) -> None:
+    """Refuse gradients that the kernels cannot take."""
+    supported = (torch.float32,) if two_levels else (torch.float32, torch.bfloat16, torch.float16)
+    if dtype not in supported:
+        names = ", ".join(map(str, supported))
+        where = " between two levels of process groups" if two_levels else ""
+        raise NotImplementedError(f"gradients are {dtype}; supported{where}: {names}")
+
+
+def settings(given: Mapping[str, Any]) -> None:
+    """Check what holds for a whole optimizer."""
+    flag("overlap", given["overlap"])
+    positive("bucket_cap_mb", given["bucket_cap_mb"])
+    state_dtype(given["state_dtype"])
+    clip(given["max_grad_norm"], given["clip_scope"])
+    flag("skip_nonfinite", given["skip_nonfinite"])
+    scaler = given["grad_scaler"]
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"grad_scaler must be a fusedcomp.GradScaler, got {type(scaler).__name__}: torch's sets its scale after "
+            "gradients were sent, and judges them rank by rank"
+        )
+
+
 def group(group: Mapping[str, Any], name: str, states: torch.dtype) -> None:
     """Check the numbers and records of one param group."""
     for argument in _CONSTRUCTOR_ONLY:
@@ -72,26 +148,13 @@ def group(group: Mapping[str, Any], name: str, states: torch.dtype) -> None:
             raise ValueError(f"{name}: a tensor lr must have one element, got shape {tuple(lr.shape)}")
     elif not is_number(lr) or not lr >= 0:
         raise ValueError(f"{name}: lr must be >= 0, got {lr!r}")
-    if not 0.0 <= group["momentum"] < 1.0:
-        raise ValueError(f"{name}: momentum must be in [0, 1), got {group['momentum']!r}")
+    momenta(name, group["momentum"], group["nesterov"])
     for argument in ("weight_decay", "eps"):
         if not group.get(argument, 0.0) >= 0.0:
             raise ValueError(f"{name}: {argument} must be >= 0, got {group[argument]!r}")
     if "trust_coefficient" in group:
         positive(f"{name}: trust_coefficient", group["trust_coefficient"])
-    if group["nesterov"] and group["momentum"] <= 0:
-        raise ValueError(f"{name}: nesterov=True needs momentum > 0, got {group['momentum']!r}")
-    if not isinstance(group["compressor"], (TopK, Identity)):
-        raise TypeError(f"{name}: compressor must be TopK(...) or Identity(), got {group['compressor']!r}")
-    if states == torch.bfloat16 and getattr(group["compressor"], "wire_dtype", None) == torch.float16:
-        raise ValueError(
-            f"{name}: wire_dtype=torch.float16 cannot go with state_dtype=torch.bfloat16, whose range it does not "
-            "hold; use wire_dtype=torch.bfloat16, which sends such states exactly"
-        )
-    if not isinstance(group["memory"], (MomentumCorrection, Residual, NoMemory)):
-        raise TypeError(
-            f"{name}: memory must be MomentumCorrection(), Residual() or NoMemory(), got {group['memory']!r}"
-        )
+    memory_goes_with(name, group["compressor"], group["memory"], states)
 
 
 def parameters(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
@@ -121,6 +184,23 @@ def parameters(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
             raise NotImplementedError(
                 f"{which} has gaps or overlaps in memory (shape {tuple(param.shape)}, stride {param.stride()}); use "
                 "param.contiguous()"
+            )
+
+
+def levels(group: Mapping[str, Any], name: Callable[[Tensor], str]) -> None:
+    """Refuse what two levels of process groups cannot do."""
+    if not isinstance(group["compressor"], TopK):
+        return
+    if group["momentum"] > 0 and not isinstance(group["memory"], MomentumCorrection):
+        raise NotImplementedError(
+            "process_group=(intra_node, inter_node) keeps momentum on the shard: it needs MomentumCorrection(), got "
+            f"{group['memory']!r} with momentum {group['momentum']!r}"
+        )
+    for param in group["params"]:
+        if param.dtype != torch.float32:
+            raise NotImplementedError(
+                f"parameter {name(param)} is {param.dtype}; process_group=(intra_node, inter_node) compresses "
+                "torch.float32 parameters alone: gradients are summed inside the node in fp32"
             )
 
 

@@ -56,6 +56,33 @@ class Group:
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group")
 
+    @staticmethod
+    def of_grid(intra: "Group", inter: "Group") -> "Group":
+        """All ranks of all nodes; every one of them must call this alike.
+
+        Raises:
+            ValueError: the ranks are no grid: nodes differ in size, or a rank has another place in its node than the
+                ranks it is to exchange with have in theirs.
+        """
+        places = inter._gather_objects((intra.rank, intra.world_size), None)
+        alike = all(place == (intra.rank, intra.world_size) for place in places)
+        told = intra._gather_objects((alike, inter.ranks), None)
+        if not all(there for there, _ in told) or len({len(ranks) for _, ranks in told}) > 1:
+            raise ValueError(
+                "process_group=(intra_node, inter_node): the ranks must be a grid, with nodes of one size, and the "
+                f"inter_node group of a rank those that have its place in theirs; this is place {intra.rank} of "
+                f"{intra.world_size}, its group between nodes has {places}"
+            )
+        ranks = sorted({rank for _, ranks in told for rank in ranks})
+        if not intra.distributed or len(ranks) == dist.get_world_size():
+            return Group(None)
+        return Group(dist.new_group(ranks, use_local_synchronization=True))
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of this group, as the default group numbers them."""
+        return dist.get_process_group_ranks(self.process_group or dist.group.WORLD) if self.distributed else [0]
+
     def private(self, device: torch.device | None) -> "Group":
         """The same ranks with a communicator of their own; all of them must call this alike.
 
@@ -64,7 +91,7 @@ class Group:
         """
         if self.world_size == 1:
             return self
-        ranks = dist.get_process_group_ranks(self.process_group)
+        ranks = self.ranks
         subset = len(ranks) < dist.get_world_size()
         own = copy.copy(self)
         with self._same_count(ranks, device) if subset else contextlib.nullcontext():
@@ -106,6 +133,15 @@ class Group:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(out.view(-1), own, group=self.process_group, async_op=True)
 
+    def reduce_scatter(self, own: Tensor, rows: Tensor) -> Any:
+        """Start summing ``rows`` (world, numel) over ranks, this rank's into ``own``; the work, or None when done."""
+        if self.world_size == 1:
+            own.copy_(rows[0])
+            return None
+        # As for all_gather: torch 2.13 has a new name, 2.11 only the old.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return scatter(own, rows.view(-1), group=self.process_group, async_op=True)
+
     def all_reduce(self, tensor: Tensor) -> Any:
         """Start summing ``tensor`` over ranks in place; the work, or None when done."""
         if self.world_size == 1:
@@ -126,6 +162,15 @@ class Group:
         if self.world_size > 1:
             with torch.cuda.device(device if device is not None and device.type == "cuda" else -1):
                 dist.all_gather_object(everyone, mine, group=self.process_group)
+        return everyone
+
+    def gather_to_first(self, mine: Any) -> list[Any] | None:
+        """On the group's rank 0 what every rank gave, by rank; None on the others."""
+        if self.world_size == 1:
+            return [mine]
+        everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        first = 0 if self.process_group is None else dist.get_global_rank(self.process_group, 0)
+        dist.gather_object(mine, everyone, dst=first, group=self.process_group)
         return everyone
 
     @contextlib.contextmanager

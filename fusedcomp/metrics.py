@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedcomp.pipeline import Exchange, SparseExchange
+from fusedcomp.exchange import Exchange
 
 
 def of_step(exchanges: Sequence[Exchange], status: Tensor, device: torch.device) -> dict[str, Tensor]:
     """What ``CompressedOptimizer.metrics`` documents."""
-    parts = [exchange.metrics() for exchange in exchanges if isinstance(exchange, SparseExchange)]
+    parts = [part for exchange in exchanges if (part := exchange.metrics())]
 
     def total(name: str, dtype: torch.dtype = torch.int64) -> Tensor:
         return sum((part[name] for part in parts), torch.zeros((), dtype=dtype, device=device))
@@ -25,6 +25,7 @@ def of_step(exchanges: Sequence[Exchange], status: Tensor, device: torch.device)
     return {
         "bytes_dense": count(sum(e.bucket.segments.numel * e.bucket.treatment.dtype.itemsize for e in exchanges)),
         "bytes_sent": count(sum(e.nbytes for e in exchanges)),
+        "bytes_intra": count(sum(e.nbytes_intra for e in exchanges)),
         "nnz": total("nnz"),
         "candidates": total("candidates"),
         "overflow": total("overflow"),
@@ -33,4 +34,5 @@ def of_step(exchanges: Sequence[Exchange], status: Tensor, device: torch.device)
         ),
         "residual_norm": total("residual_square_norm", torch.float64).sqrt().float(),
         "nonfinite": status[0].to(device, torch.int64, non_blocking=True, copy=True),
+        "skipped": status[2].to(device, torch.int64, non_blocking=True, copy=True),
     }

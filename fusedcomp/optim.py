@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedcomp.amp import GradScaler
 from fusedcomp.compressors import Compressor
 from fusedcomp.memories import Memory
 from fusedcomp.optimizer import CompressedOptimizer
+from fusedcomp.settings import Settings
 
 
 class SGD(CompressedOptimizer):
@@ -51,6 +53,16 @@ class SGD(CompressedOptimizer):
         state_dtype: of velocity and residual: ``torch.float32``, 8 bytes per compressed parameter, or
             ``torch.bfloat16``, 4 bytes and 40 % less traffic in the pass, rounded stochastically. The selection takes
             another 0.3 bytes per parameter at density 0.001.
+        max_grad_norm: what a rank adds to the average, its gradient divided by the number of ranks, is clipped to
+            max_grad_norm / sqrt(ranks) before it accumulates (DGC, section 3.3): gradients that agree in nothing but
+            size then average to max_grad_norm at most. On one rank it is ``clip_grad_norm_``. None: no clipping. It
+            takes one more read of the gradient.
+        clip_scope: whose norm that is: of the whole ``"model"``, which must then wait for the end of backward (nothing
+            overlaps), of a ``"bucket"``, or of a ``"tensor"``.
+        skip_nonfinite: a NaN or inf in a gradient of any rank makes the step void on all: parameters, states and
+            counters stay as they are, bit for bit. 8 more bytes per compressed parameter (4 with bf16 states). The
+            default passes them on, as DDP does.
+        grad_scaler: a ``fusedcomp.GradScaler`` that scales the losses, for fp16; such steps are then void as well.
 
     Raises:
         ValueError: an argument is out of range, or differs between ranks (the message names the field).
@@ -73,6 +85,10 @@ class SGD(CompressedOptimizer):
         overlap: bool = True,
         bucket_cap_mb: float = 100.0,
         state_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float | None = None,
+        clip_scope: str = "model",
+        skip_nonfinite: bool = False,
+        grad_scaler: GradScaler | None = None,
         _always_sparse: bool = False,
         **torch_only: Any,
     ) -> None:
@@ -85,10 +101,11 @@ class SGD(CompressedOptimizer):
             "compressor": compressor,
             "memory": memory,
         }
-        super().__init__(
-            params, defaults, process_group=process_group, overlap=overlap, bucket_cap_mb=bucket_cap_mb,
-            state_dtype=state_dtype, always_sparse=_always_sparse, torch_only={"dampening": dampening, **torch_only},
+        settings = Settings(
+            process_group, overlap, bucket_cap_mb, state_dtype, max_grad_norm, clip_scope, skip_nonfinite,
+            grad_scaler, _always_sparse,
         )  # fmt: skip
+        super().__init__(params, defaults, settings, {"dampening": dampening, **torch_only})
 
 
 class LARS(CompressedOptimizer):
@@ -121,6 +138,10 @@ class LARS(CompressedOptimizer):
         overlap: as for ``SGD``.
         bucket_cap_mb: as for ``SGD``.
         state_dtype: as for ``SGD``.
+        max_grad_norm: as for ``SGD``.
+        clip_scope: as for ``SGD``.
+        skip_nonfinite: as for ``SGD``.
+        grad_scaler: as for ``SGD``.
 
     Raises:
         ValueError: an argument is out of range, or differs between ranks (the message names the field).
@@ -147,6 +168,10 @@ class LARS(CompressedOptimizer):
         overlap: bool = True,
         bucket_cap_mb: float = 100.0,
         state_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float | None = None,
+        clip_scope: str = "model",
+        skip_nonfinite: bool = False,
+        grad_scaler: GradScaler | None = None,
         _always_sparse: bool = False,
         **torch_only: Any,
     ) -> None:
@@ -163,7 +188,8 @@ class LARS(CompressedOptimizer):
             "compressor": compressor,
             "memory": memory,
         }
-        super().__init__(
-            params, defaults, process_group=process_group, overlap=overlap, bucket_cap_mb=bucket_cap_mb,
-            state_dtype=state_dtype, always_sparse=_always_sparse, torch_only={"dampening": dampening, **torch_only},
+        settings = Settings(
+            process_group, overlap, bucket_cap_mb, state_dtype, max_grad_norm, clip_scope, skip_nonfinite,
+            grad_scaler, _always_sparse,
         )  # fmt: skip
+        super().__init__(params, defaults, settings, {"dampening": dampening, **torch_only})

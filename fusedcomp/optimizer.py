@@ -7,83 +7,53 @@ optimizer.step()    # wait, then apply what all ranks sent
 
 import contextlib
 import copy
-import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomp import checkpoint, checks, metrics
+from fusedcomp import checkpoint, checks
+from fusedcomp.amp import GradScaler, scale_of
 from fusedcomp.buckets import Bucket, Treatment, copy_states, plan_buckets, positions
-from fusedcomp.collectives import Group
 from fusedcomp.compressors import Identity, TopK
-from fusedcomp.kernels.headers import RANKS_DIFFER
+from fusedcomp.exchange import Exchange, Hyper, Shared, Verdict
+from fusedcomp.exchanges import Exchanges, Plan, status_on
 from fusedcomp.kernels.segments import BLOCK
+from fusedcomp.levels import resolve
 from fusedcomp.memories import MomentumCorrection, Residual
 from fusedcomp.overlap import Backward
-from fusedcomp.pipeline import DenseExchange, Exchange, Hyper, SparseExchange
+from fusedcomp.settings import Settings
 from fusedcomp.values import plain
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an optimizer is built with besides its param groups."""
-
-    process_group: dist.ProcessGroup | None
-    overlap: bool
-    bucket_cap_mb: float
-    state_dtype: torch.dtype  # of velocity and residual
-    always_sparse: bool  # tests: compress every parameter, and never go dense
-
-
-_STATUSES: list[Tensor] = []
-
-
-def _status_on(device: torch.device) -> Tensor:
-    """Pinned, so that kernels write where the host reads, in the rare step in which there is something to write.
-
-    Never given back: a kernel on its way when an optimizer is dropped would write into what somebody else got.
-    """
-    status = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
-    if device.type == "cuda":
-        _STATUSES.append(status)
-    return status
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
     """What SGD and LARS share: param groups, buckets, the step, checkpoints."""
 
     _backward: Backward
-    _status: Tensor  # i32 (2,): buckets that were not finite so far; what ranks say of failures (kernels/headers.py)
+    _exchanges: Exchanges
 
     def __init__(
         self,
         params: Any,
         defaults: dict[str, Any],
-        *,
-        process_group: dist.ProcessGroup | None,
-        overlap: bool,
-        bucket_cap_mb: float,
-        state_dtype: torch.dtype,
-        always_sparse: bool,
+        settings: Settings,
         torch_only: Mapping[str, Any],
     ) -> None:
         self._ready = False
-        self._step = 0
-        self._group = Group(process_group)
+        self._group, self._levels = resolve(settings.process_group)
         with self._group.refusing():
             checks.torch_only(torch_only, type(self).__name__)
-            checks.flag("overlap", overlap)
-            checks.positive("bucket_cap_mb", bucket_cap_mb)
-            checks.state_dtype(state_dtype)
-            self._settings = Settings(process_group, bool(overlap), float(bucket_cap_mb), state_dtype, always_sparse)
+            checks.settings(vars(settings))
+            self._settings = dataclasses.replace(
+                settings, overlap=bool(settings.overlap), bucket_cap_mb=float(settings.bucket_cap_mb)
+            )
             super().__init__(params, defaults)
         device = self._agree_and_broadcast(self.param_groups)
         self._group = self._group.private(device)
+        self._levels = None if self._levels is None else self._levels.private(device)
+        self._share()
         self._build({})
         self._ready = True
 
@@ -101,6 +71,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 self._resolve(group)
                 checks.group(group, type(self).__name__, self._settings.state_dtype)
                 checks.parameters([p for g in self.param_groups for p in g["params"]], self.name_of)
+                if self._levels is not None:
+                    checks.levels(group, self.name_of)
             if self._ready:
                 self._agree_and_broadcast([group])
         except Exception:
@@ -121,7 +93,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """The device of the parameters, where there are any."""
         params = [p for group in groups for p in group["params"]]
         device = params[0].device if params else None
-        settings = dataclasses.asdict(dataclasses.replace(self._settings, process_group=None))
+        settings = self._settings.plain()
         first = len(self.param_groups) - len(groups)
         self._group.agree(checks.fingerprint(type(self).__name__, groups, settings, first), device)
         self._group.broadcast([p.detach() for p in params if p.numel() > 0])
@@ -140,19 +112,28 @@ class CompressedOptimizer(torch.optim.Optimizer):
             dtype=param.dtype,
         )
 
+    def _share(self, step: int = 0) -> None:
+        """What outlives a plan of buckets: the group, what ranks say of failures, the verdict, the count of steps."""
+        params = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
+        device = params[0].device if params else torch.device("cpu")
+        settings = self._settings
+        shared = Shared(
+            self._group, status_on(device), settings.clip, Verdict(device) if settings.may_skip else None,
+            settings.has_loss_scale,
+        )  # fmt: skip
+        self._exchanges = Exchanges(shared, device, step)
+
     def _build(self, kept: dict[Tensor, dict[str, Any]]) -> None:
         """Plan the buckets anew, taking over per-parameter states; hooks, buffers and views follow."""
         if hasattr(self, "_backward"):
             self._backward.remove_hooks()
+        self._exchanges.normalise()  # ``kept`` may be views of it
         params = [(p, self._treatment(i, p)) for i, g in enumerate(self.param_groups) for p in g["params"]]
         scopes = [getattr(g["compressor"], "scope", "bucket") == "tensor" for g in self.param_groups]
         self._buckets = plan_buckets(params, int(self._settings.bucket_cap_mb * 2**20), scopes)
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
-        self._device = device
-        if not hasattr(self, "_status") or self._status.is_pinned() != (device.type == "cuda"):
-            self._status = _status_on(device)
-            # By address, for indexing a tensor takes 30 microseconds of every step.
-            self._said = (ctypes.c_int32 * 2).from_address(self._status.data_ptr())
+        if device != self._exchanges.device:
+            self._share(self._exchanges.step)
         self._lr = [torch.zeros(1, dtype=torch.float32, device=device) for _ in self.param_groups]
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
@@ -161,22 +142,24 @@ class CompressedOptimizer(torch.optim.Optimizer):
         narrow = [b for b in self._buckets if b.treatment.sparse and b.treatment.dtype != torch.float32]
         numel = max((b.segments.padded_numel for b in narrow), default=0)
         sums = torch.zeros(numel, dtype=torch.float32, device=device)
-        self._exchanges = [self._exchange(b, sums if b in narrow else None) for b in self._buckets]
-        copy_states(self._buckets, kept)
+        self._exchanges.plan([self._exchange(b, sums if b in narrow else None) for b in self._buckets])
+        holders = [exchange.kept for exchange in self._exchanges]
+        copy_states(holders, kept)
         self.state.clear()
-        for param, bucket, position in positions(self._buckets):
+        for param, bucket, position in positions(holders):
             self.state[param] = bucket.views(position)
-        self._backward = Backward(self._buckets, self, overlap=self._settings.overlap)
+        settings = self._settings
+        measures = settings.clip is not None and settings.clip.scope == "model"
+        self._backward = Backward(self._buckets, self, overlap=settings.overlap and not measures, measures=measures)
 
     def _exchange(self, bucket: Bucket, sums: Tensor | None) -> Exchange:
-        group = self.param_groups[bucket.treatment.group]
-        with_momentum = self._with_momentum[bucket.treatment.group]
-        if not bucket.treatment.sparse:
-            return DenseExchange(bucket, self._group, self._status, with_momentum, self._step)
-        return SparseExchange(
-            bucket, self._group, self._status, group["compressor"], group["memory"], with_momentum,
-            self._settings.state_dtype, self._settings.always_sparse, sums, self._step,
+        index = bucket.treatment.group
+        group, settings = self.param_groups[index], self._settings
+        plan = Plan(
+            group["compressor"], group["memory"], self._with_momentum[index], settings.state_dtype, self._levels,
+            settings.always_sparse,
         )  # fmt: skip
+        return plan.exchange(bucket, self._exchanges.shared, self._exchanges.new_seed(), sums)
 
     def __repr__(self) -> str:
         """As torch's, and the settings that all param groups share."""
@@ -231,16 +214,28 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"compressor or memory of group {group} was changed, or its momentum switched on; call "
                 "optimizer.zero_grad() after such a change, before backward(): it plans the buckets anew"
             )
-        warmup = getattr(self.param_groups[group]["compressor"], "warmup_steps", 0)
-        if self._step < warmup and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        scaler, shared = self._settings.grad_scaler, self._exchanges.shared
+        if scaler is not None and shared.has_loss_scale:
+            shared.loss_scale = scale_of(scaler)
+            if shared.loss_scale is None:
+                self.fail("this optimizer has a grad_scaler, which scaled no loss: scaler.scale(loss).backward()")
+        warmup, step = getattr(self.param_groups[group]["compressor"], "warmup_steps", 0), self._exchanges.step
+        if step < warmup and self._exchanges.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"a CUDA graph was to be captured in step {self._step} of TopK's {warmup} warmup_steps; its replays "
+                f"a CUDA graph was to be captured in step {step} of TopK's {warmup} warmup_steps; its replays "
                 "would keep this step's density: capture after the warm-up"
             )
 
     def launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """For the backward contract (overlap.py): start the exchange of one bucket."""
-        self._exchanges[index].launch(grads, self._hyper(self._buckets[index].treatment.group), self._step)
+        exchange = self._exchanges[index]
+        exchange.launch(grads, self._hyper(exchange.bucket.treatment.group), self._exchanges.step)
+
+    def measure(self, grads: Sequence[Sequence[Tensor | None]]) -> None:
+        """For the backward contract (overlap.py): the norm of the whole gradient, where it must be known first."""
+        for exchange, mine in zip(self._exchanges, grads, strict=True):
+            exchange.bucket.operands.update(mine)
+            exchange.measure()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -253,16 +248,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
             RuntimeError: gradients were changed since backward (see ``overlap.py``), another rank failed, or ranks
                 encode their payloads differently.
         """
-        self._raise_if_peer_failed()
+        self._exchanges.raise_if_peer_failed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._backward.check_untouched()
-        while self._backward.next < len(self._buckets):
-            self._backward.launch_next()
+        self._backward.launch_rest()
         self._finish()
-        self._raise_if_peer_failed()
+        self._exchanges.raise_if_peer_failed()
         return loss
 
     def _finish(self, apply: bool = True) -> None:
@@ -270,57 +264,22 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._mirror_lr()
         if self._backward.side is not None:
             torch.cuda.current_stream(self._backward.side.device).wait_stream(self._backward.side)
-        for exchange in self._exchanges:
-            self._wait(exchange)
-        for exchange in self._exchanges:  # no bucket is applied before all are here
-            if apply:
-                exchange.apply(self._hyper(exchange.bucket.treatment.group))
-            exchange.bucket.operands.release()
-        self._step += 1
+        self._exchanges.arrive(self.name_of)
+        self._exchanges.apply((lambda bucket: self._hyper(bucket.treatment.group)) if apply else None)
+        verdict = self._exchanges.shared.verdict
+        if self._settings.grad_scaler is not None and verdict is not None:
+            self._settings.grad_scaler.judge(verdict.found_inf)
         self._backward.reset()
-
-    def _wait(self, exchange: Exchange) -> None:
-        try:
-            exchange.wait()
-        except RuntimeError as error:
-            names = ", ".join(self.name_of(p) for p in exchange.bucket.params[:8])
-            raise RuntimeError(
-                f"the exchange of the bucket with parameters {names} failed in step {self._step}: a rank is gone, or "
-                f"did not reach step() within the process group's timeout ({error})"
-            ) from error
 
     @torch.no_grad()
     def fail(self, message: str) -> None:
         """Finish the step with empty payloads for what was not launched, so that no peer waits; then raise."""
         for exchange in self._exchanges[self._backward.next :]:
-            exchange.launch_nothing(self._step)
+            exchange.launch_nothing(self._hyper(exchange.bucket.treatment.group), self._exchanges.step)
         changed = self._backward.changed()
         self._finish(apply=changed is None)  # a kernel would write past a parameter that became smaller
-        self._forget_failure()  # the peers raise because of us; we raise here
+        self._exchanges.forget_failure()  # the peers raise because of us; we raise here
         raise RuntimeError(changed or message)
-
-    def _forget_failure(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what is on its way would say it once more
-        self._said[1] = 0
-
-    def _raise_if_peer_failed(self) -> None:
-        """On CPU at once; on CUDA as soon as the device has got there, without waiting for it."""
-        said = self._said[1]
-        if said == 0:
-            return
-        self._forget_failure()
-        if said & RANKS_DIFFER.value:
-            raise RuntimeError(
-                "ranks encode their payloads differently, or are at different steps, so that what was sent may have "
-                "been misread and parameters may differ between ranks. Give every rank the same compressors, and "
-                "checkpoints of the same step; then reload model and optimizer from a checkpoint, as the present "
-                "parameters cannot be trusted"
-            )
-        raise RuntimeError(
-            "another rank failed during the exchange; its own error says why. What had been sent was applied on all "
-            "ranks alike"
-        )
 
     def _refuse_if_launched(self, what: str) -> None:
         if self._backward.started:
@@ -358,8 +317,25 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Refuse torch's GradScaler: it sets its scale after gradients were sent, and judges inf rank by rank."""
         self.fail(
             "torch.amp.GradScaler cannot drive this optimizer: gradients are sent during backward, before it would "
-            "unscale_ them, and it would skip steps on one rank only. Use bfloat16 autocast, which needs no scaler"
+            "unscale_ them, and it would skip steps on one rank only. Use fusedcomp.GradScaler, which the optimizer is "
+            "built with (grad_scaler=), or bfloat16 autocast, which needs no scaler"
         )
+
+    @property
+    def grad_scaler(self) -> GradScaler | None:
+        """The scaler this optimizer was built with."""
+        return self._settings.grad_scaler
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were void on all ranks so far, because a gradient was not finite on one of them.
+
+        Of ``skip_nonfinite`` and ``grad_scaler`` alone; 0 otherwise. The same on all ranks, also the moment after
+        ``step()``, in time for a scheduler of learning rates. On CUDA the first look after a step waits until the
+        headers of that step have been read, which the device does before it updates; ``metrics()["skipped"]`` waits
+        for nothing. After replays of a CUDA graph synchronise first.
+        """
+        return self._exchanges.skipped
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -371,16 +347,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """What the last step did, as tensors on the parameters' device; asks the device for nothing.
 
         - ``bytes_dense``: what an all-reduce of the gradients, as DDP's, would be handed by this rank
-        - ``bytes_sent``: what this optimizer handed to the collectives; between ``backward()`` and ``step()`` buckets
-          that were launched already count with the new step
+        - ``bytes_sent``: what this optimizer handed to the collectives, of two levels to those between nodes; between
+          ``backward()`` and ``step()`` buckets that were launched already count with the new step
+        - ``bytes_intra``: of two levels: what it handed to those inside the node
         - ``nnz``: entries packed by this rank
         - ``candidates``: entries the selection looked at
         - ``overflow``: candidates beyond the buffer, kept in the residual
         - ``threshold``: the magnitude an entry had to reach to be sent, per sparse bucket (and tensor)
         - ``residual_norm``: L2 norm of everything not sent yet on this rank; 0 without memory
         - ``nonfinite``: buckets that had a NaN or inf on any rank; a running count, over all steps so far
+        - ``skipped``: steps that were void; a running count
         """
-        return metrics.of_step(self._exchanges, self._status, self._device)
+        return self._exchanges.metrics()
 
     # ---- checkpoints, copies -----------------------------------------------------------------------------------
 
@@ -389,9 +367,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
         Residual and velocity of this rank are its own; the dict records rank, world size and step.
         """
-        if self._exchanges:  # replays of a CUDA graph are counted by the device alone
-            self._step = int(self._exchanges[0].seed)
-        return checkpoint.encode(super().state_dict(), self._group, self._step)
+        self._exchanges.step = self._exchanges.applied()  # replays of a CUDA graph are counted by the device alone
+        self._exchanges.normalise()
+        return checkpoint.encode(super().state_dict(), self._group, self._exchanges.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of the same rank gave; also a torch.optim.SGD checkpoint.
@@ -409,8 +387,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._resolve(packed)
             checks.group(packed, type(self).__name__, self._settings.state_dtype)
         checkpoint.check_states(decoded, self.param_groups, self.name_of)
+        if own and self._levels is not None:
+            checkpoint.check_places(decoded, self.param_groups, self.state, self.name_of)
         super().load_state_dict(decoded)
-        self._step = step
+        self._share(step)
         # Not self.state: torch has cast what it took to the type of the parameter.
         loaded = {
             param: decoded["state"].get(key, {})
@@ -420,7 +400,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._build(checkpoint.adopt(loaded, keep_residual=own))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings, "_step": self._step}
+        self._exchanges.normalise()
+        return {**super().__getstate__(), "_settings": self._settings, "_step": self._exchanges.step}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -428,16 +409,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return
         self._ready = False
         # A copy goes on in its original's group; making one would need all ranks.
-        self._group = state.get("_group") or Group(self._settings.process_group)
+        self._group, self._levels = state.get("_ranks") or resolve(self._settings.process_group)
+        self._share(self.__dict__.pop("_step"))
         self._build(dict(self.state))
         self._ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedOptimizer":
-        for shared in (self._settings.process_group, self._group):
+        for shared in (self._settings.process_group, self._settings.grad_scaler, self._group, self._levels):
             memo[id(shared)] = shared
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        new.__setstate__(copy.deepcopy({**self.__getstate__(), "_group": self._group}, memo))
+        new.__setstate__(copy.deepcopy({**self.__getstate__(), "_ranks": (self._group, self._levels)}, memo))
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

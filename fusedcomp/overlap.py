@@ -30,6 +30,9 @@ class Owner(Protocol):
     def launch(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Start the exchange of bucket number ``index`` with these gradients."""
 
+    def measure(self, grads: Sequence[Sequence[Tensor | None]]) -> None:
+        """Look at all gradients at once, before the first bucket is launched in ``step()``."""
+
     def fail(self, message: str) -> None:
         """Finish the step on behalf of a rank that failed, then raise with the message."""
 
@@ -61,6 +64,7 @@ class Backward:
         buckets: in launch order.
         owner: the optimizer; held weakly, so that one its user has dropped is gone at once, and its hooks with it.
         overlap: launch during backward; off, everything is launched in ``step()``.
+        measures: let the owner look at all gradients before the first launch; needs ``overlap`` off.
     """
 
     def __init__(
@@ -68,8 +72,9 @@ class Backward:
         buckets: Sequence[Bucket],
         owner: Owner,
         overlap: bool,
+        measures: bool,
     ) -> None:
-        self.buckets, self.overlap = buckets, overlap
+        self.buckets, self.overlap, self.measures = buckets, overlap, measures
         self._owner = weakref.ref(owner)
         # Lists and slots, no dicts of tensors: this is host time of every parameter in every step.
         self._watched = [
@@ -175,18 +180,38 @@ class Backward:
         """Launch the next bucket in order, after everything queued on the streams that wrote gradients."""
         index = self.next
         self.owner.admit(index)  # before the side stream has anything to wait for
-        for watched in self._watched[index]:
+        self._refuse_changed(self._watched[index])
+        with self._beside():
+            self.owner.launch(index, [self._gradient(w) for w in self._watched[index]])
+        self.next += 1  # not before: a launch that raised has sent nothing
+
+    @torch.no_grad()
+    def launch_rest(self) -> None:
+        """Launch all that is left, in ``step()``."""
+        if self.measures:
+            for bucket in self._watched:
+                self._refuse_changed(bucket)
+            with self._beside():
+                self.owner.measure([[self._gradient(w) for w in bucket] for bucket in self._watched])
+        while self.next < len(self.buckets):
+            self.launch_next()
+
+    def _refuse_changed(self, bucket: Sequence[_Watched]) -> None:
+        for watched in bucket:
             if (change := self._change(watched)) is not None:
                 self.owner.fail(change)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the side stream, after everything queued on the streams that wrote gradients."""
         if self.side is None:
-            self.owner.launch(index, [self._gradient(w) for w in self._watched[index]])
-        else:
-            current = torch.cuda.current_stream(self._device_index)
-            for stream in {**self._streams, current.cuda_stream: current}.values():
-                self.side.wait_stream(stream)
-            with torch.cuda.stream(self.side):
-                self.owner.launch(index, [self._gradient(w) for w in self._watched[index]])
-        self.next += 1  # not before: a launch that raised has sent nothing
+            yield
+            return
+        current = torch.cuda.current_stream(self._device_index)
+        for stream in {**self._streams, current.cuda_stream: current}.values():
+            self.side.wait_stream(stream)
+        with torch.cuda.stream(self.side):
+            yield
 
     def changed(self) -> str | None:
         """What became of the first parameter that is not as it was when the optimizer was built; None: all are."""
@@ -234,7 +259,8 @@ class Backward:
                 ):
                     self.owner.fail(
                         f"the gradient of parameter {self.owner.name_of(watched.param)} was changed between backward() "
-                        "and step(), after it was sent. clip_grad_norm_, GradScaler.unscale_ and other in-place "
-                        "changes need an optimizer built with overlap=False; a model in DistributedDataParallel: "
-                        "remove the DistributedDataParallel wrapper: this optimizer exchanges gradients itself"
+                        "and step(), after it was sent. To clip gradients, build the optimizer with max_grad_norm=; "
+                        "for fp16 use fusedcomp.GradScaler (grad_scaler=); other in-place changes need overlap=False; "
+                        "a model in DistributedDataParallel: remove the DistributedDataParallel wrapper: this "
+                        "optimizer exchanges gradients itself"
                     )

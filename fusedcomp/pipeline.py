@@ -9,76 +9,30 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedcomp._dispatch import ops
 from fusedcomp.buckets import Bucket
 from fusedcomp.buffers import PayloadBuffers, Reduced, sample_table
-from fusedcomp.collectives import Group
 from fusedcomp.compressors import TopK, plan_selection
+from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.digits import BINS
+from fusedcomp.kernels.headers import FAILED
 from fusedcomp.kernels.refine import SCAN
-from fusedcomp.kernels.segments import WORDS
+from fusedcomp.kernels.segments import WORDS, Segments
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
 from fusedcomp.wire import PayloadLayout, dense_is_cheaper
 
-
-@dataclass(frozen=True)
-class Hyper:
-    """The numbers of a param group at this step."""
-
-    lr: Tensor  # f32 (1,) on the device
-    momentum: float
-    nesterov: bool
-    weight_decay: float
-    maximize: bool
-    trust_coefficient: float = 0.0
-    eps: float = 0.0
+_NOTHING = {"grad_scale": 1.0, "weight_decay": 0.0, "momentum": 0.0}
 
 
-class _Exchange:
-    """What sparse and dense buckets share: the summed buffer, presence, status, trust ratios, the pending work."""
-
-    def __init__(self, bucket: Bucket, group: Group, status: Tensor, step: int) -> None:
-        self.bucket, self.group, self.status = bucket, group, status
-        self.seed = torch.full((1,), step, dtype=torch.int32, device=bucket.device)  # the step, kept by the device
-        self.ops = ops(bucket.device)
-        count, device = len(bucket.segments.numels), bucket.device
-        self.present = torch.zeros(count, dtype=torch.int32, device=device)
-        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self.trust = self.partials = None
-        if bucket.treatment.trust:
-            self.trust = torch.ones(count, dtype=torch.float32, device=device)
-            self.partials = torch.zeros((bucket.segments.num_blocks, 2), dtype=torch.float32, device=device)
-        self.work: Any = None
-        self.nbytes = 0  # handed to the collective in this step
-
-    def reduce(self, reduced: Reduced, failed: bool) -> None:
-        """Fill in the trailer and start the sum over ranks."""
-        self.ops.headers.write_trailer(self.bucket.operands, self.flag, self.seed, reduced.trailer, failed=failed)
-        self.work = self.group.all_reduce(reduced.whole)
-        self.nbytes = reduced.whole.nbytes
-
-    def wait(self) -> None:
-        """Make the current stream (on CPU: the host) wait for the exchange."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-    def weight_decay(self, hyper: Hyper) -> float:
-        """The group's, or 0 for a bucket that does not decay."""
-        return hyper.weight_decay if self.bucket.treatment.decay else 0.0
-
-
-class DenseExchange(_Exchange):
+class DenseExchange(Exchange):
     """Never compressed: the mean gradient is all-reduced, the update is torch's (or LARS's), fused."""
 
-    def __init__(self, bucket: Bucket, group: Group, status: Tensor, with_momentum: bool, step: int) -> None:
-        super().__init__(bucket, group, status, step)
+    def __init__(self, bucket: Bucket, shared: Shared, seed: Tensor, with_momentum: bool) -> None:
+        super().__init__(bucket, shared, seed)
         if with_momentum:
             bucket.add_state("momentum_buffer")
         if bucket.treatment.trust:
@@ -90,29 +44,35 @@ class DenseExchange(_Exchange):
     def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
         """Start the exchange of these gradients, on the current stream."""
         self.bucket.operands.update(grads)
+        self.scale()
         # Divided before the sum, as torch's hooks do.
-        scale = (-1.0 if hyper.maximize else 1.0) / self.group.world_size
+        sign = (-1.0 if hyper.maximize else 1.0) / self.group.world_size
         self.ops.dense.pack_dense(
-            self.bucket.segments, self.bucket.operands, self.reduced.values, self.flag, grad_scale=scale
+            self.bucket.segments, self.bucket.operands, self.scales, self.reduced.values, self.flag, grad_scale=sign
         )
         self.reduce(self.reduced, failed=False)
 
-    def launch_nothing(self, step: int) -> None:
+    def launch_nothing(self, hyper: Hyper, step: int) -> None:
         """Take part in the exchange with zeros, as a rank that failed."""
         self.bucket.operands.update([None] * len(self.bucket.params))
         self.reduced.whole.zero_()
         self.reduce(self.reduced, failed=True)
 
+    def read(self) -> None:
+        """Take in the headers."""
+        self.read_trailer(self.reduced)
+
     def apply(self, hyper: Hyper) -> None:
-        """Take in what arrived: headers, then parameters."""
-        segments, operands = self.bucket.segments, self.reduced.gradients()
-        self.ops.headers.read_trailer(self.reduced.trailer, self.status, self.present, world=self.group.world_size)
+        """Take in what arrived: headers, unless they have been read for the verdict, then parameters."""
+        segments, operands = self.bucket.segments, self.reduced.gradients(self.bucket.operands)
+        if self.shared.verdict is None:
+            self.read()
         decay = self.weight_decay(hyper)
         if self.trust is not None:
             self.ops.norms.block_norms(segments, operands, self.partials)
             self.ops.norms.reduce_norms(segments, self.partials, self.mean_norms)
             self.ops.norms.trust_ratios(
-                segments, operands, self.mean_norms, self.trust,
+                segments, operands, self.mean_norms, None, self.trust,
                 coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps, fallback=False,
             )  # fmt: skip
         self.ops.dense.update_dense(
@@ -122,37 +82,42 @@ class DenseExchange(_Exchange):
         )  # fmt: skip
 
 
-class SparseExchange(_Exchange):
+def layout_of(compressor: TopK, segments: Segments, with_norms: bool, step: int) -> PayloadLayout:
+    """What a rank sends at this step for a bucket of these segments."""
+    k = plan_selection(compressor, segments.scope_numels, step).k
+    return PayloadLayout(len(segments.numels), segments.num_pages, k, with_norms, compressor.wire_dtype)
+
+
+class SparseExchange(Exchange):
     """Compressed: one pass, one payload, one gather; a dense step where that is cheaper."""
 
     def __init__(
         self,
         bucket: Bucket,
-        group: Group,
-        status: Tensor,
+        shared: Shared,
+        seed: Tensor,
         compressor: TopK,
         memory: Memory,
         with_momentum: bool,
         state_dtype: torch.dtype,
         always_sparse: bool,
         sums: Tensor | None,
-        step: int,
     ) -> None:
-        super().__init__(bucket, group, status, step)
+        super().__init__(bucket, shared, seed)
         self.compressor, self.memory, self.always_sparse, self.sums = compressor, memory, always_sparse, sums
         segments, device = bucket.segments, bucket.device
         scopes = len(segments.scope_numels)
         if bucket.treatment.trust:
             bucket.norms = torch.zeros((2, len(segments.numels)), dtype=torch.float32, device=device)
         # Without memory the residual is scratch, no state: written by the pass, read by refine.
-        keeps = not isinstance(memory, NoMemory)
+        keeps, halves = not isinstance(memory, NoMemory), 1 if shared.verdict is None else 2
         self.residual = (
-            bucket.add_state("residual", state_dtype)
+            bucket.add_state("residual", state_dtype, halves)
             if keeps
-            else torch.zeros(segments.padded_numel, dtype=state_dtype, device=device)
+            else torch.zeros(halves * segments.padded_numel, dtype=state_dtype, device=device)
         )
         corrects = isinstance(memory, MomentumCorrection)
-        self.velocity = bucket.add_state("velocity", state_dtype) if corrects else None
+        self.velocity = bucket.add_state("velocity", state_dtype, halves) if corrects else None
         if with_momentum and not corrects:
             bucket.add_state("momentum_buffer")
         self.masked = self.velocity if isinstance(memory, MomentumCorrection) and memory.masking else None
@@ -180,9 +145,13 @@ class SparseExchange(_Exchange):
 
     def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
         """Start the exchange of these gradients, on the current stream."""
-        operands = self.bucket.operands
-        operands.update(grads)
+        self.bucket.operands.update(grads)
+        self.scale()
         self._prepare(step)
+        self.start(hyper)
+
+    def start(self, hyper: Hyper, failed: Tensor | None = None) -> None:
+        """The same for gradients that are in place. ``failed``: i32, 1 where what is sent must say so of this rank."""
         decay = self.weight_decay(hyper)
         numbers = {
             "accumulate": accumulation(self.memory, hyper.nesterov),
@@ -193,14 +162,16 @@ class SparseExchange(_Exchange):
         if self.trust is not None:
             self._trust_ratios(hyper, decay)
         if self.dense_step:
-            self._compress_all(numbers)
+            self._compress_all(numbers, failed)
         else:
-            self._compress(numbers)
+            self._compress(numbers, failed)
 
-    def launch_nothing(self, step: int) -> None:
+    def launch_nothing(self, hyper: Hyper, step: int) -> None:
         """Take part in the exchange with an empty payload, as a rank that failed; states stay as they are."""
         self.bucket.operands.update([None] * len(self.bucket.params))
         self._prepare(step)
+        if self.shared.verdict is not None:  # what stays must be in the half that will hold
+            self._pass({"accumulate": accumulation(self.memory, hyper.nesterov)} | _NOTHING)
         if self.dense_step and self.reduced is not None:
             self.reduced.whole.zero_()
             self.reduce(self.reduced, failed=True)
@@ -210,58 +181,69 @@ class SparseExchange(_Exchange):
             self._gather()
 
     def _prepare(self, step: int) -> None:
-        """Buffers for this step's density, and whether the bucket goes dense: the same decision on every rank."""
-        density = self.compressor.density_at(step)
-        if density == self.density:
-            return
-        self.density = density
-        segments, device, world = self.bucket.segments, self.bucket.device, self.group.world_size
-        selection = plan_selection(self.compressor, segments.scope_numels, step)
-        with_norms = self.trust is not None
-        layout = PayloadLayout(
-            len(segments.numels), segments.num_pages, selection.k, with_norms, self.compressor.wire_dtype
-        )
-        self.dense_step = dense_is_cheaper(layout.nbytes, 4 * segments.numel, world) and not self.always_sparse
-        if self.reduced is None and (self.dense_step or "momentum_buffer" in self.bucket.states):
-            self.reduced = Reduced.allocate(self.bucket, with_norms)
-        if not self.dense_step:
-            self.buffers = PayloadBuffers.allocate(layout, selection, world, device)
+        if self.compressor.density_at(step) != self.density:
+            layout, numel = self._layout(step), self.bucket.segments.numel
+            dense = dense_is_cheaper(layout.nbytes, 4 * numel, self.group.world_size) and not self.always_sparse
+            self.prepare(step, dense, None)
+
+    def _layout(self, step: int) -> PayloadLayout:
+        return layout_of(self.compressor, self.bucket.segments, self.trust is not None, step)
+
+    def prepare(self, step: int, dense: bool, room: Tensor | None) -> None:
+        """Buffers for this step's density; the same decision on every rank. ``room``: u8, where to receive."""
+        self.density, self.dense_step = self.compressor.density_at(step), dense
+        segments = self.bucket.segments
+        if self.reduced is None and (dense or "momentum_buffer" in self.bucket.states):
+            self.reduced = Reduced.allocate(self.bucket, self.trust is not None)
+        if not dense:
+            self.buffers = PayloadBuffers.allocate(
+                self._layout(step), plan_selection(self.compressor, segments.scope_numels, step),
+                self.group.world_size, self.bucket.device, room,
+            )  # fmt: skip
 
     def _trust_ratios(self, hyper: Hyper, decay: float) -> None:
         """From the last exchange's norms; where there is none yet, from this rank's norms of this very step."""
         self.ops.norms.trust_ratios(
-            self.bucket.segments, self.bucket.operands, self.bucket.norms, self.trust,
+            self.bucket.segments, self.bucket.operands, self.bucket.norms, self.scales, self.trust,
             coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps, fallback=True,
         )  # fmt: skip
 
-    def _compress(self, numbers: dict[str, Any]) -> None:
+    def _compress(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
         segments, operands, buffers = self.bucket.segments, self.bucket.operands, self.buffers
         self.ops.sample.sample_threshold(
             segments, operands, self.samples, self.sample_groups, buffers.sample_ranks, buffers.sample_aims,
-            self.velocity, self.residual, self.trust, self.seed,
+            self.velocity, self.residual, self.trust, self.scales, self.seed, self.shared.parity,
             self.sample_keys, self.histograms, self.tickets, self.thresholds, self.widths, **numbers,
         )  # fmt: skip
-        self.ops.compress.compress(
-            segments, operands, self.velocity, self.residual, self.thresholds, self.trust, self.seed,
-            self.velocity, self.residual, self.counts, self.marks, self.partials, **numbers,
-        )  # fmt: skip
+        self._pass(numbers)
         self._refine()
         if self.trust is not None:
             self.ops.norms.reduce_norms(segments, self.partials, buffers.payload.norms[0].view(2, -1))
+        if failed is not None:
+            buffers.payload.header[0, 2] |= failed * FAILED.value
         self._gather()
+
+    def _pass(self, numbers: dict[str, Any]) -> None:
+        segments, operands = self.bucket.segments, self.bucket.operands
+        self.ops.compress.compress(
+            segments, operands, self.velocity, self.residual, self.thresholds, self.trust, self.scales, self.seed,
+            self.shared.parity, self.velocity, self.residual, self.counts, self.marks, self.partials, self.flag,
+            **numbers,
+        )  # fmt: skip
 
     def _refine(self) -> None:
         segments, buffers, refine = self.bucket.segments, self.buffers, self.ops.refine
         refine.list_candidates(segments, self.counts, self.marks, self.scanned, self.offsets, buffers.indices)
         refine.select_candidates(
-            segments, self.offsets, buffers.indices, self.residual, self.seed, buffers.ranks, self.widths,
+            segments, self.offsets, buffers.indices, self.residual, self.seed, self.shared.parity, buffers.ranks,
+            self.widths,
             self.histograms, self.bounds, buffers.near, self.near_counts, self.tickets, self.thresholds, buffers.keys,
             self.flag,
         )  # fmt: skip
         payload = buffers.payload
         refine.pack_payload(
             segments, self.bucket.operands, buffers.keys, buffers.indices, self.offsets, self.thresholds,
-            self.masked, self.residual, self.flag, self.seed, buffers.packed,
+            self.masked, self.residual, self.flag, self.seed, self.shared.parity, buffers.packed,
             payload.starts[0], payload.indices[0], payload.values[0], payload.header[0],
         )  # fmt: skip
 
@@ -269,22 +251,32 @@ class SparseExchange(_Exchange):
         self.work = self.group.all_gather(self.buffers.received, self.buffers.own)
         self.nbytes = self.buffers.layout.nbytes
 
-    def _compress_all(self, numbers: dict[str, Any]) -> None:
+    def _compress_all(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
         segments, reduced = self.bucket.segments, self.reduced
         assert reduced is not None
         self.ops.compress.compress_all(
-            segments, self.bucket.operands, self.velocity, self.residual, self.trust, self.seed,
-            self.velocity, self.residual, reduced.values, self.partials, self.flag, **numbers,
+            segments, self.bucket.operands, self.velocity, self.residual, self.trust, self.scales, self.seed,
+            self.shared.parity, self.velocity, self.residual, reduced.values, self.partials, self.flag, **numbers,
         )  # fmt: skip
         if self.trust is not None:
             norms = reduced.norms.view(2, -1)
             self.ops.norms.reduce_norms(segments, self.partials, norms)
             if self.group.rank != 0:
                 norms[1].zero_()
-        self.reduce(reduced, failed=False)
+        self.reduce(reduced, False if failed is None else failed)
+
+    def read(self) -> None:
+        """Take in the headers."""
+        if self.dense_step and self.reduced is not None:
+            self.read_trailer(self.reduced)
+            return
+        verdict = self.shared.verdict
+        self.ops.headers.read_headers(
+            self.buffers.payloads.header, self.status, None if verdict is None else verdict.nonfinite, self.present
+        )
 
     def apply(self, hyper: Hyper) -> None:
-        """Take in what arrived: headers, then parameters."""
+        """Take in what arrived: headers, unless they have been read for the verdict, then parameters."""
         if self.dense_step:
             self._apply_reduced(hyper)
         else:
@@ -293,22 +285,23 @@ class SparseExchange(_Exchange):
     def _apply_reduced(self, hyper: Hyper) -> None:
         reduced = self.reduced
         assert reduced is not None
-        self.ops.headers.read_trailer(reduced.trailer, self.status, self.present, world=self.group.world_size)
-        self._settle(hyper)
-        self._commit_norms(reduced.norms.view(1, -1))
+        if self.shared.verdict is None:
+            self.read()
+        self.settle(hyper, reduced.norms.view(1, -1))
         self._update(reduced, hyper, 1.0 / self.group.world_size)
 
     def _apply_payloads(self, hyper: Hyper) -> None:
         segments, inverse = self.bucket.segments, 1.0 / self.group.world_size
         payload = self.buffers.payloads
-        headers: Tensor | None = payload.header
-        if self.trust is not None or self.bucket.operands.lacking:  # who had a gradient matters before the update
-            self.ops.headers.read_headers(payload.header, self.status, self.present)
-            self._settle(hyper)
-            self._commit_norms(payload.norms)
-            headers = None
+        # Who had a gradient matters before the update; mostly nobody asks, and the update reads the headers itself.
+        asks = self.trust is not None or self.bucket.operands.lacking
+        if asks:
+            if self.shared.verdict is None:
+                self.read()
+            self.settle(hyper, payload.norms)
         entries = (payload.starts, payload.indices, payload.values)
-        told = (headers, self.status, self.present)
+        headers = None if asks or self.shared.verdict is not None else payload.header
+        told = (headers, self.status, self.shared.found_inf, self.present)
         if "momentum_buffer" not in self.bucket.states:
             self.ops.apply.apply_payloads(
                 segments, self.bucket.operands, *entries, hyper.lr, *told, self.sums, inverse_world=inverse
@@ -326,16 +319,10 @@ class SparseExchange(_Exchange):
     def _update(self, reduced: Reduced, hyper: Hyper, inverse_world: float) -> None:
         """Decay and trust ratio went through the wire; what remains is the step itself."""
         self.ops.dense.update_dense(
-            self.bucket.segments, reduced.gradients(), self.present, None, hyper.lr,
+            self.bucket.segments, reduced.gradients(self.bucket.operands), self.present, None, hyper.lr,
             self.bucket.states.get("momentum_buffer"), inverse_world=inverse_world, weight_decay=0.0,
             momentum=hyper.momentum, nesterov=hyper.nesterov,
         )  # fmt: skip
-
-    def _commit_norms(self, received: Tensor) -> None:
-        if self.trust is not None:
-            self.ops.norms.commit_norms(
-                received, self.present, self.bucket.norms, inverse_world=1.0 / self.group.world_size
-            )
 
     def metrics(self) -> dict[str, Tensor]:
         """This bucket's share of ``CompressedOptimizer.metrics``."""
@@ -351,9 +338,10 @@ class SparseExchange(_Exchange):
             hashed = 48 if self.residual.itemsize == 2 else 32  # the key's bits below the magnitude (kernels/keys.py)
             threshold = (self.thresholds >> hashed << hashed - 32).to(torch.int32).view(torch.float32)
         square = torch.zeros((), dtype=torch.float64, device=device)
-        if "residual" in self.bucket.states:  # in parts of 128 MB: torch copies what it widens
-            for part in self.residual.split(1 << 24):
-                square += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        if "residual" in self.bucket.states:
+            square, *other = [_square_norm(half) for half in self.residual.split(segments.padded_numel)]
+            if self.shared.parity is not None:
+                square = torch.where(self.shared.parity[0] == 0, square, other[0])
         return {
             "nnz": nnz,
             "candidates": candidates,
@@ -362,16 +350,27 @@ class SparseExchange(_Exchange):
             "residual_square_norm": square,
         }
 
-    def _settle(self, hyper: Hyper) -> None:
-        """Parameters that only other ranks had a gradient for accumulate a zero gradient here."""
+    def settle(self, hyper: Hyper, norms: Tensor) -> None:
+        """Parameters that only other ranks had a gradient for accumulate a zero gradient here; norms are kept.
+
+        norms: f32 (ranks, 2 * segments) or, without trust ratios, (ranks, 0).
+        """
         operands = self.bucket.operands
-        if not operands.lacking:
-            return
-        self.ops.compress.settle(
-            self.bucket.segments, operands, self.present, self.trust, self.seed, self.velocity, self.residual,
-            accumulate=accumulation(self.memory, hyper.nesterov), weight_decay=self.weight_decay(hyper),
-            momentum=hyper.momentum,
-        )  # fmt: skip
+        if operands.lacking:
+            self.ops.compress.settle(
+                self.bucket.segments, operands, self.present, self.trust, self.seed, self.shared.parity,
+                self.velocity, self.residual, accumulate=accumulation(self.memory, hyper.nesterov),
+                weight_decay=self.weight_decay(hyper), momentum=hyper.momentum,
+            )  # fmt: skip
+        if self.trust is not None:
+            self.ops.norms.commit_norms(
+                norms, self.present, self.bucket.norms, inverse_world=1.0 / self.group.world_size
+            )
 
 
-Exchange = DenseExchange | SparseExchange
+def _square_norm(values: Tensor) -> Tensor:
+    """In parts of 128 MB: torch copies what it widens."""
+    square = torch.zeros((), dtype=torch.float64, device=values.device)
+    for part in values.split(1 << 24):
+        square += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return square

@@ -88,20 +88,26 @@ def _ranges(
 @triton.jit
 def _apply_payloads_kernel(
     block_table_ptr, address_ptr, numel_ptr, starts_ptr, indices_ptr, values_ptr, lr_ptr, header_ptr,  # in
+    found_inf_ptr,
     status_ptr,  # in-out
     present_ptr,  # out
     sums_ptr,  # scratch
     inverse_world, world, num_values, starts_stride, indices_stride, values_stride, header_stride, num_segments,
     num_blocks,
-    HAS_HEADERS: tl.constexpr, ELEMENT: tl.constexpr, WIRE: tl.constexpr, FIRST: tl.constexpr,
-    BLOCKS_PER_PAGE: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, SHARES: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_HEADERS: tl.constexpr, HAS_VERDICT: tl.constexpr, ELEMENT: tl.constexpr, WIRE: tl.constexpr,
+    FIRST: tl.constexpr, BLOCKS_PER_PAGE: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, SHARES: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     share = tl.program_id(0) % SHARES
     page = (tl.program_id(0) // SHARES).to(tl.int64)
     if HAS_HEADERS:  # noqa: SIM102  a constant decides what is compiled, a value what runs
         if tl.program_id(0) == 0:
-            take_headers(header_ptr, status_ptr, present_ptr, world, header_stride, num_segments, FIRST, 128)
+            take_headers(
+                header_ptr, status_ptr, None, present_ptr, world, header_stride, num_segments, False, FIRST, 128
+            )  # fmt: skip
+    if HAS_VERDICT:  # noqa: SIM102
+        if tl.load(found_inf_ptr) != 0.0:
+            return
     edges = _ranges(
         starts_ptr, indices_ptr, page, share, world, starts_stride, indices_stride, num_values,
         PAGE, CHUNK, SHARES, RANKS,
@@ -153,23 +159,26 @@ def apply_payloads(
     values: Tensor,  # f32, bf16 or f16 (world, k)
     lr: Tensor,  # f32 (1,), device scalar
     headers: Tensor | None,  # i32 (world, words), rows may be strided; None: have been read
-    status: Tensor,  # in-out: i32 (2,), as for ``headers.read_headers``
+    status: Tensor,  # in-out: i32 (3,), as for ``headers.read_headers``
+    found_inf: Tensor | None,  # f32 (1,): not 0: nothing is to be done (verdict.py); all headers have been read then
     present: Tensor,  # out: i32 (segments,)
     sums: Tensor | None,  # scratch for 16-bit parameters: f32 (padded,), zeros before and after
     *,
     inverse_world: float,
 ) -> None:
     """``param -= lr * inverse_world * value`` for all entries of all ranks, rank by rank; reads headers on the way."""
+    assert headers is None or found_inf is None, "the verdict is passed on headers that have been read"
     shares = _SHARES if segments.num_pages <= _FEW_PAGES else 1
     launch(
         _apply_payloads_kernel, segments.num_pages * shares, values,
         segments.block_table, operands.addresses, segments.numel_table, starts, indices, values, lr, headers,
+        found_inf,
         status,
         present,
         sums,
         inverse_world, values.shape[0], values.shape[1], starts.stride(0), indices.stride(0), values.stride(0),
         0 if headers is None else headers.stride(0), len(segments.numels), segments.num_blocks,
-        HAS_HEADERS=headers is not None, ELEMENT=ELEMENT[operands.dtype], WIRE=ELEMENT[values.dtype],
-        FIRST=HEADER_WORDS, BLOCKS_PER_PAGE=BLOCKS_PER_PAGE, PAGE=PAGE,
+        HAS_HEADERS=headers is not None, HAS_VERDICT=found_inf is not None, ELEMENT=ELEMENT[operands.dtype],
+        WIRE=ELEMENT[values.dtype], FIRST=HEADER_WORDS, BLOCKS_PER_PAGE=BLOCKS_PER_PAGE, PAGE=PAGE,
         CHUNK=_CHUNK, SHARES=shares, RANKS=triton.next_power_of_2(values.shape[0]), BLOCK=BLOCK, shape="page",
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The pass: everything a compressed step does to a parameter's elements, in one trip through memory.
 
-    gradient <- scale * gradient                  scale: -1 to maximise, later the inverse loss scale
+    gradient <- scale * gradient                  -1 to maximise; the segment's: inverse loss scale, clipping (clip.py)
     gradient <- gradient + weight_decay * param
     gradient <- trust * gradient                  LARS
     velocity, residual <- ACCUMULATE(gradient, velocity, residual, momentum)
@@ -8,8 +8,11 @@
 
 What leaves the pass besides the states: a bit per element that marks the candidates, per block their number and the
 sums of squares of gradient and parameter. A segment without a gradient is left as it is. What is not finite is marked,
-being larger than all numbers; the selection, which sees it, raises the flag. States of 16 bits are rounded
+being larger than all numbers; the selection, which sees it, raises the flag, or the pass where the step may be undone.
+States of 16 bits are rounded
 stochastically before they are looked at, so what is sent and what is kept still add up to what was there, bit for bit.
+
+A step that may be undone (verdict.py) has states of two halves: it reads one, and all that it writes goes to the other.
 """
 
 import triton
@@ -19,6 +22,7 @@ from torch import Tensor
 from fusedcomp.kernels._launch import ELEMENT, launch
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.elements import (
+    half_offset,
     load_block,
     load_state,
     rounding_noise,
@@ -56,12 +60,13 @@ def _leave(
 @triton.jit
 def _compress_kernel(
     block_table_ptr, address_ptr, numel_ptr, start_ptr, velocity_in_ptr, residual_in_ptr,  # in
-    threshold_ptr, trust_ptr, seed_ptr,
+    threshold_ptr, trust_ptr, scale_ptr, seed_ptr, parity_ptr,
     velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, marks_ptr, partials_ptr, flag_ptr,  # out
-    grad_scale, weight_decay, momentum, num_segments,
-    ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DECAY: tl.constexpr,
-    HAS_TRUST: tl.constexpr, HAS_NORMS: tl.constexpr, SEND_ALL: tl.constexpr, PER_TENSOR: tl.constexpr,
-    HALF: tl.constexpr, ELEMENT: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_scale, weight_decay, momentum, num_segments, half_numel,
+    ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_PARITY: tl.constexpr,
+    SEND_ALL: tl.constexpr, PER_TENSOR: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -71,6 +76,11 @@ def _compress_kernel(
     extent = tl.load(numel_ptr + segment) - start
     offsets = tl.arange(0, BLOCK)
     index = block * BLOCK + offsets
+    residual_in_ptr += half_offset(parity_ptr, half_numel, 0, HAS_PARITY)
+    residual_out_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
+    if HAS_VELOCITY:
+        velocity_in_ptr += half_offset(parity_ptr, half_numel, 0, HAS_PARITY)
+        velocity_out_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
     if grad_address == 0:
         _leave(
             block, index, start, extent, segment, param_address, velocity_in_ptr, residual_in_ptr, start_ptr,
@@ -86,6 +96,8 @@ def _compress_kernel(
         velocity = load_state(velocity_in_ptr + index, None, HALF)
     if HAS_SCALE:
         grad = grad * grad_scale
+    if HAS_SCALES:
+        grad = grad * tl.load(scale_ptr + segment)
     if SEND_ALL:  # noqa: SIM102  a constant decides what is compiled, a value what runs
         if tl.max(magnitude_bits(grad)) >= INFINITE:
             tl.store(flag_ptr, 1)
@@ -100,6 +112,9 @@ def _compress_kernel(
     if HAS_TRUST:
         grad = tl.load(trust_ptr + segment) * grad
     velocity, residual = ACCUMULATE(grad, velocity, residual, momentum)
+    if HAS_PARITY:  # noqa: SIM102  all that the step would leave: the selection sees no more than fits its buffer
+        if tl.max(magnitude_bits(residual)) >= INFINITE:
+            tl.store(flag_ptr, 1)
     seed = tl.load(seed_ptr)
     if HALF:
         noise = rounding_noise(index, seed)
@@ -130,12 +145,15 @@ def compress(
     residual_in: Tensor,  # f32 or bf16 (padded,)
     thresholds: Tensor | None,  # i64 (scopes,): least key of a candidate
     trust: Tensor | None,  # f32 (segments,)
+    scales: Tensor | None,  # f32 (segments,): the gradient is multiplied by it first
     seed: Tensor,  # i32 (1,)
-    velocity_out: Tensor | None,  # may be velocity_in: in place
-    residual_out: Tensor,  # may be residual_in: in place
+    parity: Tensor | None,  # i32 (1,): states of two halves, (2 * padded,): it is read, the other written. None: one
+    velocity_out: Tensor | None,  # may be velocity_in: in place, or the other half
+    residual_out: Tensor,  # may be residual_in
     counts: Tensor,  # out: i32 (blocks,): candidates of every block
     marks: Tensor,  # out: i32 (blocks, WORDS): a bit per element, the lowest of a word first: is it a candidate
     partials: Tensor | None,  # out: f32 (blocks, 2): sums of squares of gradient and parameter
+    flag: Tensor | None,  # in-out: i32 (1,): with ``parity`` set to 1 if an entry of the residual is not finite
     *,
     accumulate: str,
     grad_scale: float,
@@ -144,8 +162,8 @@ def compress(
 ) -> None:
     """One pass: accumulate the gradient into velocity and residual and find the candidates."""
     _launch_pass(
-        segments, operands, velocity_in, residual_in, thresholds, trust, seed,
-        velocity_out, residual_out, None, counts, marks, partials, None,
+        segments, operands, velocity_in, residual_in, thresholds, trust, scales, seed, parity,
+        velocity_out, residual_out, None, counts, marks, partials, flag,
         accumulate, grad_scale, weight_decay, momentum,
     )  # fmt: skip
 
@@ -156,7 +174,9 @@ def compress_all(
     velocity_in: Tensor | None,
     residual_in: Tensor,
     trust: Tensor | None,
+    scales: Tensor | None,
     seed: Tensor,
+    parity: Tensor | None,
     velocity_out: Tensor | None,
     residual_out: Tensor,
     sent: Tensor,  # out: f32 (numel,), compact
@@ -170,7 +190,7 @@ def compress_all(
 ) -> None:
     """The same pass for a dense step: everything is sent, the residual becomes 0, the velocity is not masked."""
     _launch_pass(
-        segments, operands, velocity_in, residual_in, None, trust, seed,
+        segments, operands, velocity_in, residual_in, None, trust, scales, seed, parity,
         velocity_out, residual_out, sent, None, None, partials, flag,
         accumulate, grad_scale, weight_decay, momentum,
     )  # fmt: skip
@@ -178,7 +198,7 @@ def compress_all(
 
 def _launch_pass(
     segments: Segments, operands: Operands, velocity_in: Tensor | None, residual_in: Tensor,
-    thresholds: Tensor | None, trust: Tensor | None, seed: Tensor,
+    thresholds: Tensor | None, trust: Tensor | None, scales: Tensor | None, seed: Tensor, parity: Tensor | None,
     velocity_out: Tensor | None, residual_out: Tensor, sent: Tensor | None, counts: Tensor | None,
     marks: Tensor | None, partials: Tensor | None, flag: Tensor | None,
     accumulate: str, grad_scale: float, weight_decay: float, momentum: float,
@@ -186,12 +206,12 @@ def _launch_pass(
     launch(
         _compress_kernel, segments.num_blocks, residual_in,
         segments.block_table, operands.addresses, segments.numel_table, segments.start_table, velocity_in, residual_in,
-        thresholds, trust, seed,
+        thresholds, trust, scales, seed, parity,
         velocity_out, residual_out, sent, counts, marks, partials, flag,
-        grad_scale, weight_decay, momentum, len(segments.numels),
+        grad_scale, weight_decay, momentum, len(segments.numels), segments.padded_numel,
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_SCALE=grad_scale != 1.0,
-        HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None, HAS_NORMS=partials is not None,
-        SEND_ALL=sent is not None,
+        HAS_SCALES=scales is not None, HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None,
+        HAS_NORMS=partials is not None, HAS_PARITY=parity is not None, SEND_ALL=sent is not None,
         PER_TENSOR=sent is None and segments.per_tensor, HALF=residual_in.itemsize == 2,
         ELEMENT=ELEMENT[operands.dtype], WORDS=WORDS, BLOCK=BLOCK,
     )  # fmt: skip
@@ -199,11 +219,11 @@ def _launch_pass(
 
 @triton.jit
 def _settle_kernel(
-    block_table_ptr, address_ptr, numel_ptr, present_ptr, trust_ptr, seed_ptr,  # in
+    block_table_ptr, address_ptr, numel_ptr, present_ptr, trust_ptr, seed_ptr, parity_ptr,  # in
     velocity_ptr, residual_ptr,  # in-out
-    weight_decay, momentum, num_segments,
+    weight_decay, momentum, num_segments, half_numel,
     ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr,
-    HALF: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_PARITY: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -211,9 +231,11 @@ def _settle_kernel(
     if (tl.load(address_ptr + segment) == 0) & (tl.load(present_ptr + segment) != 0):
         remaining = tl.load(numel_ptr + segment) - start
         index = block * BLOCK + tl.arange(0, BLOCK)
+        residual_ptr += half_offset(parity_ptr, half_numel, 0, HAS_PARITY)
         residual = load_state(residual_ptr + index, None, HALF)
         velocity = residual
         if HAS_VELOCITY:
+            velocity_ptr += half_offset(parity_ptr, half_numel, 0, HAS_PARITY)
             velocity = load_state(velocity_ptr + index, None, HALF)
         grad = tl.zeros((BLOCK,), tl.float32)
         if HAS_DECAY:
@@ -234,6 +256,7 @@ def settle(
     present: Tensor,  # i32 (segments,): 1 where any rank had a gradient
     trust: Tensor | None,
     seed: Tensor,  # i32 (1,)
+    parity: Tensor | None,  # i32 (1,), of the step after: half ``parity`` is what the exchange has left
     velocity: Tensor | None,  # in-out
     residual: Tensor,  # in-out
     *,
@@ -244,9 +267,10 @@ def settle(
     """Segments without a gradient here but with one elsewhere accumulate a zero gradient, after the exchange."""
     launch(
         _settle_kernel, segments.num_blocks, residual,
-        segments.block_table, operands.addresses, segments.numel_table, present, trust, seed,
+        segments.block_table, operands.addresses, segments.numel_table, present, trust, seed, parity,
         velocity, residual,
-        weight_decay, momentum, len(segments.numels),
+        weight_decay, momentum, len(segments.numels), segments.padded_numel,
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity is not None, HAS_DECAY=weight_decay != 0.0,
-        HAS_TRUST=trust is not None, HALF=residual.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], BLOCK=BLOCK,
+        HAS_TRUST=trust is not None, HAS_PARITY=parity is not None, HALF=residual.itemsize == 2,
+        ELEMENT=ELEMENT[operands.dtype], BLOCK=BLOCK,
     )  # fmt: skip

@@ -20,10 +20,10 @@ from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 
 @triton.jit
 def _pack_dense_kernel(
-    block_table_ptr, address_ptr, numel_ptr, start_ptr,  # in
+    block_table_ptr, address_ptr, numel_ptr, start_ptr, scale_ptr,  # in
     flat_ptr, flag_ptr,  # out
     grad_scale,
-    ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr, ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -31,6 +31,8 @@ def _pack_dense_kernel(
     remaining = tl.load(numel_ptr + segment) - start
     grad_address = tl.load(address_ptr + segment)
     grad = load_block(grad_address, start, tl.where(grad_address != 0, remaining, 0), ELEMENT, BLOCK) * grad_scale
+    if HAS_SCALES:  # of a gradient that is there: zeros times NaN would be NaN
+        grad = grad * tl.load(scale_ptr + segment, mask=grad_address != 0, other=1.0)
     if tl.max(magnitude_bits(grad)) >= INFINITE:
         tl.atomic_or(flag_ptr, 1)
     store_block(flat_ptr.to(tl.int64) + tl.load(start_ptr + segment) * 4, start, remaining, grad, tl.float32, BLOCK)
@@ -69,6 +71,7 @@ def _update_dense_kernel(
 def pack_dense(
     segments: Segments,
     operands: Operands,
+    scales: Tensor | None,  # f32 (segments,): the gradient is multiplied by it first
     flat: Tensor,  # out: f32 (numel,), compact
     flag: Tensor,  # in-out: i32 (1,): set to 1 if a gradient is not finite
     *,
@@ -77,10 +80,10 @@ def pack_dense(
     """Copy the gradients, scaled, into one flat buffer; zeros where there is none."""
     launch(
         _pack_dense_kernel, segments.num_blocks, flat,
-        segments.block_table, operands.addresses, segments.numel_table, segments.start_table,
+        segments.block_table, operands.addresses, segments.numel_table, segments.start_table, scales,
         flat, flag,
         grad_scale,
-        ELEMENT=ELEMENT[operands.dtype], BLOCK=BLOCK,
+        HAS_SCALES=scales is not None, ELEMENT=ELEMENT[operands.dtype], BLOCK=BLOCK,
     )  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def _write_failure_kernel(
 
 @triton.jit
 def take_headers(
-    header_ptr, status_ptr, present_ptr, world, stride, num_segments, FIRST: tl.constexpr, CHUNK: tl.constexpr
+    header_ptr, status_ptr, nonfinite_ptr, present_ptr, world, stride, num_segments,
+    HAS_NONFINITE: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What all ranks' headers say together, by one program."""
     flags = 0
@@ -83,6 +84,8 @@ def take_headers(
         flags = flags | told
     if (flags & NON_FINITE) != 0:
         tl.store(status_ptr, tl.load(status_ptr) + 1)
+        if HAS_NONFINITE:
+            tl.store(nonfinite_ptr, 1)
     if (flags & FAILED) != 0:
         tl.store(status_ptr + 1, tl.load(status_ptr + 1) | A_RANK_FAILED)
     if least < most:
@@ -100,12 +103,14 @@ def take_headers(
 @triton.jit
 def _read_headers_kernel(
     header_ptr,  # in
-    status_ptr,  # in-out
+    status_ptr, nonfinite_ptr,  # in-out
     present_ptr,  # out
     world, stride, num_segments,
-    FIRST: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_NONFINITE: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    take_headers(header_ptr, status_ptr, present_ptr, world, stride, num_segments, FIRST, CHUNK)
+    take_headers(
+        header_ptr, status_ptr, nonfinite_ptr, present_ptr, world, stride, num_segments, HAS_NONFINITE, FIRST, CHUNK
+    )  # fmt: skip
 
 
 @triton.jit
@@ -137,10 +142,10 @@ def _write_trailer_kernel(
 @triton.jit
 def _read_trailer_kernel(
     trailer_ptr,  # in
-    status_ptr,  # in-out
+    status_ptr, nonfinite_ptr,  # in-out
     present_ptr,  # out
     num_segments, world,
-    CHUNK: tl.constexpr,
+    HAS_NONFINITE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     for chunk in range(0, num_segments, CHUNK):
         segment = chunk + tl.arange(0, CHUNK)
@@ -149,6 +154,8 @@ def _read_trailer_kernel(
         tl.store(present_ptr + segment, (ranks > 0.0).to(tl.int32), mask=mask)
     if tl.load(trailer_ptr + num_segments) > 0.0:
         tl.store(status_ptr, tl.load(status_ptr) + 1)
+        if HAS_NONFINITE:
+            tl.store(nonfinite_ptr, 1)
     if tl.load(trailer_ptr + num_segments + 1) > 0.0:
         tl.store(status_ptr + 1, tl.load(status_ptr + 1) | A_RANK_FAILED)
     steps_ptr = trailer_ptr + num_segments + 2
@@ -168,17 +175,18 @@ def write_failure(
 
 def read_headers(
     headers: Tensor,  # i32 (world, words), rows may be strided
-    status: Tensor,  # in-out: i32 (2,): buckets with a non-finite gradient so far; 1: a rank failed, 2: ranks differ
+    status: Tensor,  # in-out: i32 (3,): non-finite buckets so far; 1: a rank failed, 2: ranks differ; steps skipped
+    nonfinite: Tensor | None,  # in-out: i32 (1,): set to 1 if any rank's gradient was not finite
     present: Tensor,  # out: i32 (segments,): 1 where any rank had a gradient
 ) -> None:
     """Take together what all ranks wrote into their headers; those that did not fail have one encoding and one step."""
     launch(
         _read_headers_kernel, 1, headers,
         headers,
-        status,
+        status, nonfinite,
         present,
         headers.shape[0], headers.stride(0), present.numel(),
-        FIRST=HEADER_WORDS, CHUNK=32, shape="small",
+        HAS_NONFINITE=nonfinite is not None, FIRST=HEADER_WORDS, CHUNK=32, shape="small",
     )  # fmt: skip
 
 
@@ -203,7 +211,8 @@ def write_trailer(
 
 def read_trailer(
     trailer: Tensor,  # f32 (segments + TRAILER_WORDS,), summed over ranks
-    status: Tensor,  # in-out: i32 (2,)
+    status: Tensor,  # in-out: i32 (3,)
+    nonfinite: Tensor | None,  # in-out: i32 (1,)
     present: Tensor,  # out: i32 (segments,)
     *,
     world: int,
@@ -212,8 +221,8 @@ def read_trailer(
     launch(
         _read_trailer_kernel, 1, trailer,
         trailer,
-        status,
+        status, nonfinite,
         present,
         present.numel(), world,
-        CHUNK=32, shape="small",
+        HAS_NONFINITE=nonfinite is not None, CHUNK=32, shape="small",
     )  # fmt: skip

@@ -55,10 +55,10 @@ def _reduce_norms_kernel(
 
 @triton.jit
 def _trust_ratios_kernel(
-    address_ptr, numel_ptr, norms_ptr,  # in
+    address_ptr, numel_ptr, norms_ptr, scale_ptr,  # in
     trust_ptr,  # out
     coefficient, weight_decay, eps, num_segments,
-    HAS_FALLBACK: tl.constexpr, ELEMENT: tl.constexpr, STRETCH: tl.constexpr,
+    HAS_FALLBACK: tl.constexpr, HAS_SCALES: tl.constexpr, ELEMENT: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0)
     grad = tl.load(norms_ptr + segment)
@@ -72,6 +72,8 @@ def _trust_ratios_kernel(
             for start in range(0, numel, STRETCH):
                 remaining = tl.where(grad_address != 0, numel - start, 0)
                 values = load_block(grad_address, start, remaining, ELEMENT, STRETCH)
+                if HAS_SCALES:
+                    values = values * tl.load(scale_ptr + segment)
                 grad += tl.sum(values * values)
                 values = load_block(param_address, start, numel - start, ELEMENT, STRETCH)
                 param += tl.sum(values * values)
@@ -136,6 +138,7 @@ def trust_ratios(
     segments: Segments,
     operands: Operands,
     norms: Tensor,  # f32 (2, segments): squared norms of gradient and parameter
+    scales: Tensor | None,  # f32 (segments,): the fallback's gradients are multiplied by it first
     trust: Tensor,  # out: f32 (segments,)
     *,
     coefficient: float,
@@ -150,10 +153,11 @@ def trust_ratios(
     """
     launch(
         _trust_ratios_kernel, len(segments.numels), trust,
-        operands.addresses, segments.numel_table, norms,
+        operands.addresses, segments.numel_table, norms, scales,
         trust,
         coefficient, weight_decay, eps, len(segments.numels),
-        HAS_FALLBACK=fallback, ELEMENT=ELEMENT[operands.dtype], STRETCH=4 * BLOCK, shape="stretch",
+        HAS_FALLBACK=fallback, HAS_SCALES=fallback and scales is not None, ELEMENT=ELEMENT[operands.dtype],
+        STRETCH=4 * BLOCK, shape="stretch",
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedcomp.kernels._launch import ELEMENT, launch
 from fusedcomp.kernels.digits import COPIES, DIGIT_BINS, pick, pick_among, take_histogram
-from fusedcomp.kernels.elements import load_state, narrow, narrow_clamped, store_state, widen
+from fusedcomp.kernels.elements import half_offset, load_state, narrow, narrow_clamped, store_state, widen
 from fusedcomp.kernels.headers import ENCODING, HEADER_WORDS, fill_header
 from fusedcomp.kernels.keys import INFINITE, magnitude_bits, selection_key
 from fusedcomp.kernels.order import last_arrival, offset_before, start_order
@@ -96,17 +96,18 @@ def _share(part_ptr, offsets_ptr, capacity, part):
 
 @triton.jit
 def _count_candidates_kernel(
-    part_ptr, offsets_ptr, indices_ptr, residual_ptr, seed_ptr, rank_ptr, threshold_ptr, width_ptr,  # in
+    part_ptr, offsets_ptr, indices_ptr, residual_ptr, seed_ptr, parity_ptr, rank_ptr, threshold_ptr, width_ptr,  # in
     histogram_ptr, ticket_ptr,  # scratch
     keys_ptr, bounds_ptr, flag_ptr,  # out
-    capacity,
-    HALF: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    capacity, half_numel,
+    HAS_PARITY: tl.constexpr, HALF: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     scope, parts, _, begin, end = _share(part_ptr, offsets_ptr, capacity, part)
     least = tl.load(threshold_ptr + scope)
     width = tl.load(width_ptr + scope)
     seed = tl.load(seed_ptr)
+    residual_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
     counted = tl.zeros((DIGIT_BINS,), tl.int32)
     for chunk in range(begin, end, CHUNK):
         at = chunk + tl.arange(0, CHUNK)
@@ -196,14 +197,14 @@ def _winning(
 
 @triton.jit(do_not_specialize=["programs"])  # for 1 and a loop that never runs triton 3.6 fails
 def _pack_payload_kernel(
-    keys_ptr, indices_ptr, block_table_ptr, offsets_ptr, threshold_ptr, address_ptr,  # in
+    keys_ptr, indices_ptr, block_table_ptr, offsets_ptr, threshold_ptr, address_ptr, parity_ptr,  # in
     velocity_ptr, residual_ptr, flag_ptr, seed_ptr,  # in-out
     shared_ptr,  # scratch
     starts_ptr, out_indices_ptr, values_ptr, header_ptr,  # out
-    capacity, num_blocks, programs, pages, num_values, num_segments, words,
-    PER_TENSOR: tl.constexpr, MASK_VELOCITY: tl.constexpr, HALF: tl.constexpr, WIRE: tl.constexpr,
-    VERSION: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr, LOOK_BACK: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    capacity, num_blocks, programs, pages, num_values, num_segments, words, half_numel,
+    PER_TENSOR: tl.constexpr, MASK_VELOCITY: tl.constexpr, HAS_PARITY: tl.constexpr, HALF: tl.constexpr,
+    WIRE: tl.constexpr, VERSION: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr, LOOK_BACK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, number = start_order(shared_ptr, programs)
     candidates = tl.minimum(tl.load(offsets_ptr + num_blocks), capacity)
@@ -222,6 +223,7 @@ def _pack_payload_kernel(
     for skipped in range(0, tl.max(opened)):
         tl.store(starts_ptr + page - skipped, slot, mask=skipped < opened)
 
+    residual_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
     value = load_state(residual_ptr + index, won, HALF)
     sent = narrow_clamped(value, WIRE)
     tl.store(out_indices_ptr + slot, (index % PAGE).to(tl.int16), mask=won)
@@ -231,6 +233,7 @@ def _pack_payload_kernel(
         kept = tl.where(magnitude_bits(value) < INFINITE, value - widen(sent, WIRE), 0.0)
     store_state(residual_ptr + index, kept, won, HALF)
     if MASK_VELOCITY:
+        velocity_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
         store_state(velocity_ptr + index, tl.zeros((CHUNK,), tl.float32), won, HALF)
 
     if first + CHUNK >= candidates:  # the pages after the last candidate, no stale memory on the wire, the header
@@ -281,6 +284,7 @@ def select_candidates(
     indices: Tensor,  # i64 (capacity,)
     residual: Tensor,  # f32 or bf16 (padded,)
     seed: Tensor,  # i32 (1,)
+    parity: Tensor | None,  # i32 (1,): the states are two halves, of which the pass has written the other
     ranks: Tensor,  # i64 (scopes,), >= 1
     widths: Tensor,  # i32 (scopes,)
     histograms: Tensor,  # scratch: i32 (scopes, BINS), zeros before and after
@@ -295,11 +299,11 @@ def select_candidates(
     """The ranks-th largest key of every scope: one look at all candidates, another at those of its bin."""
     launch(
         _count_candidates_kernel, segments.part_table.shape[0], keys,
-        segments.part_table, offsets, indices, residual, seed, ranks, thresholds, widths,
+        segments.part_table, offsets, indices, residual, seed, parity, ranks, thresholds, widths,
         histograms, tickets,
         keys, bounds, flag,
-        keys.numel(),
-        HALF=residual.itemsize == 2, BINS=histograms.shape[1], CHUNK=1024, shape="item",
+        keys.numel(), segments.padded_numel,
+        HAS_PARITY=parity is not None, HALF=residual.itemsize == 2, BINS=histograms.shape[1], CHUNK=1024, shape="item",
     )  # fmt: skip
     launch(
         _select_candidates_kernel, segments.part_table.shape[0], keys,
@@ -322,6 +326,7 @@ def pack_payload(
     residual: Tensor,  # in-out: f32 or bf16 (padded,)
     flag: Tensor,  # in-out: i32 (1,): a candidate was not finite; reset
     seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
+    parity: Tensor | None,  # i32 (1,): as above
     shared: Tensor,  # scratch: i64 (1 + 2 ceil(capacity / PACK),), zeros at first
     starts: Tensor,  # out: i32 (pages + 1,): first value of every page, and their number
     out_indices: Tensor,  # out: i16 (k,): index inside the page, as unsigned 16 bits
@@ -335,13 +340,13 @@ def pack_payload(
     programs = -(-keys.numel() // PACK)
     launch(
         _pack_payload_kernel, programs, keys,
-        keys, indices, segments.block_table, offsets, thresholds, operands.addresses,
+        keys, indices, segments.block_table, offsets, thresholds, operands.addresses, parity,
         velocity, residual, flag, seed,
         shared,
         starts, out_indices, values, header,
         keys.numel(), segments.num_blocks, programs, segments.num_pages, values.numel(), len(segments.numels),
-        header.numel() - HEADER_WORDS,
-        PER_TENSOR=segments.per_tensor, MASK_VELOCITY=velocity is not None, HALF=residual.itemsize == 2,
-        WIRE=ELEMENT[values.dtype], VERSION=ENCODING[values.dtype], FIRST=HEADER_WORDS, PAGE=PAGE, LOOK_BACK=_LOOK_BACK,
-        CHUNK=PACK, BLOCK=BLOCK, shape="page",
+        header.numel() - HEADER_WORDS, segments.padded_numel,
+        PER_TENSOR=segments.per_tensor, MASK_VELOCITY=velocity is not None, HAS_PARITY=parity is not None,
+        HALF=residual.itemsize == 2, WIRE=ELEMENT[values.dtype], VERSION=ENCODING[values.dtype], FIRST=HEADER_WORDS,
+        PAGE=PAGE, LOOK_BACK=_LOOK_BACK, CHUNK=PACK, BLOCK=BLOCK, shape="page",
     )  # fmt: skip

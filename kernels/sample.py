@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedcomp.kernels._launch import ELEMENT, launch
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.digits import pick, pick_among, take_histogram
-from fusedcomp.kernels.elements import element_pointer, load_state, rounding_noise, stochastic, widen
+from fusedcomp.kernels.elements import element_pointer, half_offset, load_state, rounding_noise, stochastic, widen
 from fusedcomp.kernels.keys import mix32, selection_key
 from fusedcomp.kernels.order import last_arrival
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
@@ -27,13 +27,13 @@ LENIENCE = 4  # a threshold may let 1 / LENIENCE more samples through than asked
 @triton.jit
 def _sample_threshold_kernel(
     sample_ptr, group_ptr, rank_ptr, aim_ptr, address_ptr, numel_ptr, first_block_ptr, velocity_ptr, residual_ptr,  # in
-    trust_ptr, seed_ptr,
+    trust_ptr, scale_ptr, seed_ptr, parity_ptr,
     keys_ptr, histogram_ptr, ticket_ptr,  # scratch
     threshold_ptr, width_ptr,  # out
-    grad_scale, weight_decay, momentum, num_segments,
-    ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr,
-    HALF: tl.constexpr, ELEMENT: tl.constexpr, SAMPLES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
-    LENIENCE: tl.constexpr, BLOCK: tl.constexpr,
+    grad_scale, weight_decay, momentum, num_segments, half_numel,
+    ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_DECAY: tl.constexpr,
+    HAS_TRUST: tl.constexpr, HAS_PARITY: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr, SAMPLES: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, LENIENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample = program * SAMPLES + tl.arange(0, SAMPLES)
@@ -48,15 +48,19 @@ def _sample_threshold_kernel(
     grad_address = tl.load(address_ptr + segment)
     mask = mask & (grad_address != 0)
     grad = widen(tl.load(element_pointer(grad_address, offset, ELEMENT), mask=mask, other=0), ELEMENT) * grad_scale
+    if HAS_SCALES:
+        grad = grad * tl.load(scale_ptr + segment)
     if HAS_DECAY:
         param_pointer = element_pointer(tl.load(address_ptr + num_segments + segment), offset, ELEMENT)
         grad = grad + weight_decay * widen(tl.load(param_pointer, mask=mask, other=0), ELEMENT)
     if HAS_TRUST:
         grad = tl.load(trust_ptr + segment) * grad
     index = tl.load(first_block_ptr + segment) * BLOCK + offset
+    residual_ptr += half_offset(parity_ptr, half_numel, 0, HAS_PARITY)
     residual = load_state(residual_ptr + index, mask, HALF)
     velocity = residual
     if HAS_VELOCITY:
+        velocity_ptr += half_offset(parity_ptr, half_numel, 0, HAS_PARITY)
         velocity = load_state(velocity_ptr + index, mask, HALF)
     velocity, residual = ACCUMULATE(grad, velocity, residual, momentum)
     residual = stochastic(residual, rounding_noise(index, seed), HALF)
@@ -98,7 +102,9 @@ def sample_threshold(
     velocity: Tensor | None,  # f32 or bf16 (padded,)
     residual: Tensor,  # f32 or bf16 (padded,)
     trust: Tensor | None,  # f32 (segments,)
+    scales: Tensor | None,  # f32 (segments,): the gradient is multiplied by it first
     seed: Tensor,  # i32 (1,)
+    parity: Tensor | None,  # i32 (1,): the states are two halves, of which it is read
     keys: Tensor,  # scratch: i64 (programs * SAMPLES,)
     histograms: Tensor,  # scratch: i32 (scopes, BINS), zeros before and after
     tickets: Tensor,  # scratch: i32 (scopes,), zeros before and after
@@ -114,11 +120,12 @@ def sample_threshold(
     launch(
         _sample_threshold_kernel, groups.shape[0], residual,
         samples, groups, ranks, aims, operands.addresses, segments.numel_table, segments.first_blocks, velocity,
-        residual, trust, seed,
+        residual, trust, scales, seed, parity,
         keys, histograms, tickets,
         thresholds, widths,
-        grad_scale, weight_decay, momentum, len(segments.numels),
-        ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity is not None, HAS_DECAY=weight_decay != 0.0,
-        HAS_TRUST=trust is not None, HALF=residual.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], SAMPLES=SAMPLES,
-        BINS=histograms.shape[1], CHUNK=8192, LENIENCE=LENIENCE, BLOCK=BLOCK, shape="stretch",
+        grad_scale, weight_decay, momentum, len(segments.numels), segments.padded_numel,
+        ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity is not None, HAS_SCALES=scales is not None,
+        HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None, HAS_PARITY=parity is not None,
+        HALF=residual.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], SAMPLES=SAMPLES, BINS=histograms.shape[1],
+        CHUNK=8192, LENIENCE=LENIENCE, BLOCK=BLOCK, shape="stretch",
     )  # fmt: skip

@@ -115,13 +115,14 @@ class Operands:
 
     _SLOTS = 4
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
         self.params = list(params)
         self.grads: list[Tensor | None] = [None] * len(self.params)
-        self.dtype = self.params[0].dtype  # of all parameters and gradients
+        self.dtype = dtype or self.params[0].dtype  # of all parameters and gradients
         device = self.params[0].device
         self.addresses = torch.zeros((2, len(self.params)), dtype=torch.int64, device=device)  # gradients, parameters
-        self._sent: list[list[int]] | None = None  # what the table holds; None: only a graph knows
+        self._sent: list[list[int]] | None = None  # what the table holds; None: only the device knows
+        self._masked = False
         self._captured = False  # does a graph read the table?
         self._of_graphs: list[Tensor] = []
         self._slot = 0
@@ -131,8 +132,8 @@ class Operands:
 
     @property
     def lacking(self) -> bool:
-        """Is a gradient missing?"""
-        return any(grad is None for grad in self.grads)
+        """Is a gradient missing, or may it be?"""
+        return self._masked or any(grad is None for grad in self.grads)
 
     def release(self) -> None:
         """Let go of the gradients, so that zero_grad() frees them; the addresses stay."""
@@ -140,7 +141,7 @@ class Operands:
 
     def update(self, grads: Sequence[Tensor | None]) -> None:
         """Take this step's gradients; on CUDA the copy runs on the current stream."""
-        self.grads = list(grads)
+        self.grads, self._masked = list(grads), False
         addresses = [[0 if g is None else g.data_ptr() for g in grads], [p.data_ptr() for p in self.params]]
         capturing = _capturing(self.addresses.device)
         if addresses != self._sent:
@@ -154,6 +155,13 @@ class Operands:
                 self._send(torch.tensor(addresses, dtype=torch.int64))
             self._sent = None if capturing else addresses
         self._captured = self._captured or capturing
+
+    def keep_present(self, present: Tensor) -> None:
+        """Of the gradients taken, let those be none for which ``present`` (segments,) is 0: the device knows which."""
+        self.addresses[0].mul_(present != 0)
+        self._sent, self._masked = None, True
+        if not self.addresses.is_cuda:
+            self.grads = [grad if there else None for grad, there in zip(self.grads, present.tolist(), strict=True)]
 
     def _send(self, host: Tensor) -> None:
         if not self.addresses.is_cuda:

@@ -83,40 +83,50 @@ MEMORY = [
     for name in reversed(ACCUMULATE)
 ]
 DECAY = [{}, {"weight_decay": 0.0}]
-# Trust ratios come from norms: never without them. With them, for want of a choice of its own, goes the scale.
-LARS = [{"grad_scale": -1.0}, {"trust": None, "partials": None}]
+# Trust ratios come from norms: never without them. For want of choices of their own, the scope and the scale that is a
+# number go with everything.
+ALL = {"grad_scale": -1.0, "per_tensor": True}
+NO_TRUST = {"trust": None, "partials": None}
+LEAST = NO_TRUST | {"scales": None, "parity": None}
+GUARDS = [ALL, {"scales": None, "parity": None}, NO_TRUST | {"scales": None}, NO_TRUST | {"parity": None}, LEAST]
 HALF = [{"half_states": True}, {}]
 ELEMENTS = [{"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 WIRE = [{"wire": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 # Types are a matter of loads and stores, whatever is done in between: each with all choices, and with the least.
 TYPES = [half | element for element in ELEMENTS for half in HALF]
-SCOPE = [{"per_tensor": True}, {"per_tensor": False}]
+SCOPE = [{"per_tensor": True}, {"per_tensor": False, "parity": None}]
 FAILED = [{"failed": True}, {"failed": False}]
-FALLBACK = [{"fallback": True}, {"fallback": False}]
+FALLBACK = [{"fallback": True}, {"fallback": True, "scales": None}, {"fallback": False, "scales": None}]
+VERDICT = [{"headers": None}, {"found_inf": None}, {"headers": None, "found_inf": None}]  # not both
+CLIPPED = [{"per_tensor": True}, {}, {"squares": None}]
 DENSE_MOMENTUM = [{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "momentum_buffer": None}]
 
 # Launcher -> independent choices, the last of which may be types. All combinations are compiled for the odd sizes, but
 # of types with the first (all there is) and the last (the least) of the others; for the other sizes, to which the
 # choices are indifferent, the first and the last of all.
 CASES: dict[str, tuple[list[Overrides], ...]] = {
-    "sample_threshold": (MEMORY, DECAY, without("trust"), TYPES),
-    "compress": (MEMORY, DECAY, LARS, SCOPE, TYPES),
-    "compress_all": (MEMORY, DECAY, LARS, TYPES),
-    "settle": (MEMORY, DECAY, without("trust"), TYPES),
+    "sample_threshold": (MEMORY, DECAY, [ALL, LEAST], TYPES),
+    "compress": (MEMORY, DECAY, GUARDS, TYPES),
+    "compress_all": (MEMORY, DECAY, [*GUARDS[:3], LEAST], TYPES),
+    "settle": (MEMORY, DECAY, [ALL, LEAST], TYPES),
     "list_candidates": (),
-    "select_candidates": (HALF,),
+    "select_candidates": (without("parity"), HALF),
     "pack_payload": (SCOPE, without("velocity"), HALF, WIRE),
-    "apply_payloads": (without("headers"), WIRE, ELEMENTS),
-    "pack_dense": (ELEMENTS,),
+    "apply_payloads": (VERDICT, WIRE, ELEMENTS),
+    "pack_dense": (without("scales"), ELEMENTS),
     "update_dense": (DENSE_MOMENTUM, DECAY, without("trust"), ELEMENTS),
     "block_norms": (ELEMENTS,),
     "reduce_norms": (),
     "trust_ratios": (FALLBACK, ELEMENTS),
     "commit_norms": (),
     "write_failure": (),
-    "read_headers": (),
+    "read_headers": (without("nonfinite"),),
     "write_trailer": (FAILED,),
-    "read_trailer": (),
+    "read_trailer": (without("nonfinite"),),
+    "conclude": (),
+    "annul": (),
+    "gradient_squares": (ELEMENTS,),
+    "gradient_scales": (CLIPPED, without("loss_scale")),
 }
 
 
@@ -163,11 +173,17 @@ def arguments(
         "trust": torch.empty(count),
         "seed": i32(1),
         "flag": i32(1),
-        "status": i32(2),
+        "status": i32(3),
+        "parity": i32(1),
+        "nonfinite": i32(1),
+        "found_inf": torch.empty(1),
         "lr": torch.empty(1),
         "present": i32(count),
         "fallback": False,
-        "partials": torch.empty(blocks, 2),
+        "partials": torch.empty(blocks, 2),  # of gradients alone half as large
+        "scales": torch.empty(count),
+        "squares": torch.empty(count),
+        "loss_scale": torch.empty(1),
         # selection
         "samples": i64(SAMPLES * scopes, 2),
         "groups": i32(scopes, 3),
@@ -205,6 +221,8 @@ def arguments(
         "momentum": 0.9,
         "coefficient": 0.001,
         "eps": 1e-8,
+        "max_norm": 1.0,
+        "per_tensor": per_tensor,
     }
 
 

@@ -34,6 +34,7 @@ class Case:
     velocity: Tensor
     residual: Tensor
     trust: Tensor
+    scales: Tensor
     seed: Tensor
 
     def copy(self) -> "Case":
@@ -44,6 +45,7 @@ class Case:
             self.velocity.clone(),
             self.residual.clone(),
             self.trust.clone(),
+            self.scales.clone(),
             self.seed.clone(),
         )
 
@@ -105,6 +107,7 @@ def build(
         velocity.to(state_dtype).to(device),
         residual.to(state_dtype).to(device),
         torch.rand(len(numels), generator=generator).add_(0.5).to(device),
+        torch.rand(len(numels), generator=generator).add_(0.25).to(device),
         torch.tensor([7], dtype=torch.int32, device=device),
     )
 

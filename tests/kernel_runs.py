@@ -12,7 +12,7 @@ from kernel_cases import POISON, Case, scratch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUM = {"rtol": 1e-5, "atol": 1e-6}  # sums of squares: another order of additions
 
-NAMES = ("sample", "compress", "refine", "apply", "norms", "dense", "headers")
+NAMES = ("sample", "compress", "refine", "apply", "norms", "dense", "headers", "clip", "verdict")
 KERNELS = {name: importlib.import_module(f"fusedcomp.kernels.{name}") for name in NAMES}
 TWINS = {name: importlib.import_module(f"fusedcomp.kernels.reference.{name}") for name in NAMES}
 Modules = dict[str, ModuleType]
@@ -58,12 +58,38 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
             assert torch.equal(left, right), f"{name} differs at {(left != right).nonzero()[:5].tolist()}"
 
 
+def halved(state: Tensor, parity: int | None) -> Tensor:
+    """A state as half ``parity`` of two, the other poisoned; itself where there are no halves."""
+    if parity is None:
+        return state
+    return torch.stack([state if half == parity else torch.full_like(state, POISON) for half in (0, 1)]).view(-1)
+
+
+def written(state: Tensor, parity: int | None) -> Tensor:
+    """The half that a step leaves its results in."""
+    return state if parity is None else state.view(2, -1)[1 - parity]
+
+
+def unread(before: Tensor, state: Tensor, parity: int | None) -> None:
+    """The half that a step reads is as it was, bit for bit."""
+    if parity is not None:
+        bits = torch.int16 if state.itemsize == 2 else torch.int32
+        assert torch.equal(state.view(2, -1)[parity].view(bits), before.view(bits))
+
+
 def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) -> dict[str, Tensor]:
-    """sample -> compress -> list -> select -> pack, everything written comes back."""
+    """sample -> compress -> list -> select -> pack, everything written comes back.
+
+    ``parity``: states have two halves, of which the written one comes back.
+    """
     options = STEP | step
     segments, operands = case.segments, case.operands()
-    velocity = case.velocity if options["accumulate"] in ("momentum", "nesterov") else None
+    half = options.pop("parity", None)
+    parity = None if half is None else i32(half)
+    residual = halved(case.residual, half)
+    velocity = halved(case.velocity, half) if options["accumulate"] in ("momentum", "nesterov") else None
     trust = case.trust if options.pop("with_trust", True) else None
+    scales = case.scales if options.pop("with_scales", False) else None
     masking, wire = options.pop("masking", True), options.pop("wire", torch.float32)
     ks = [max(1, round(n * fraction)) for n in segments.scope_numels]
     capacity, ranks = options.pop("capacity", segments.numel), i64(*ks)
@@ -74,34 +100,39 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     out["sample_keys"] = torch.full((len(samples),), -7, dtype=torch.int64, device=DEVICE)
     thresholds, widths = i64(*[-7] * len(ks)), torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
     modules["sample"].sample_threshold(
-        segments, operands, samples, groups, sample_ranks, (sample_ranks // 3).clamp(min=1), velocity, case.residual,
-        trust, case.seed, out["sample_keys"], *shared, thresholds, widths, **options,
+        segments, operands, samples, groups, sample_ranks, (sample_ranks // 3).clamp(min=1), velocity, residual,
+        trust, scales, case.seed, parity, out["sample_keys"], *shared, thresholds, widths, **options,
     )  # fmt: skip
     out["sampled_thresholds"] = thresholds.clone()
     modules["compress"].compress(
-        segments, operands, velocity, case.residual, thresholds, trust, case.seed, velocity, case.residual,
-        out["counts"], out["marks"], out["partials"], **options,
+        segments, operands, velocity, residual, thresholds, trust, scales, case.seed, parity, velocity, residual,
+        out["counts"], out["marks"], out["partials"], out["flag"], **options,
     )  # fmt: skip
-    out["residual_before_pack"] = case.residual.clone()
+    out["residual_before_pack"] = written(residual, half).clone()
     modules["refine"].list_candidates(
         segments, out["counts"], out["marks"], out["scanned"], out["offsets"], out["indices"]
     )
     bounds, near = i64(*[(-7, -7, -7)] * len(ks)), torch.full_like(out["keys"], -7)
     near_counts = torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
     modules["refine"].select_candidates(
-        segments, out["offsets"], out["indices"], case.residual, case.seed, ranks, widths, out["histograms"], bounds,
-        near, near_counts, out["tickets"], thresholds, out["keys"], out["flag"],
+        segments, out["offsets"], out["indices"], residual, case.seed, parity, ranks, widths, out["histograms"],
+        bounds, near, near_counts, out["tickets"], thresholds, out["keys"], out["flag"],
     )  # fmt: skip
     out["flag_before_pack"] = out["flag"].clone()
     assert not near_counts.any()
     modules["refine"].pack_payload(
         segments, operands, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
-        case.residual, out["flag"], case.seed, out["packed"],
+        residual, out["flag"], case.seed, parity, out["packed"],
         out["starts"], out["out_indices"], out["values"], out["header"],
     )  # fmt: skip
     for name in ("scanned", "packed"):  # left behind by the kernels alone
         del out[name]
-    return out | {"thresholds": thresholds, "velocity": case.velocity, "residual": case.residual, "seed": case.seed}
+    unread(case.residual, residual, half)
+    out |= {"thresholds": thresholds, "residual": written(residual, half), "seed": case.seed, "velocity": case.velocity}
+    if velocity is not None:
+        unread(case.velocity, velocity, half)
+        out["velocity"] = written(velocity, half)
+    return out
 
 
 def both(case: Case, fraction: float, **step: object) -> dict[str, Tensor]:

@@ -86,13 +86,16 @@ def moved(row: Row) -> tuple[int, int]:
         return element * (1 + (flag["HAS_DECAY"] or flag["HAS_NORMS"])) + states, states + 4 * flag["SEND_ALL"]
     if row["kernel"] == "_pack_dense_kernel":
         return element, 4
+    if row["kernel"] == "_gradient_squares_kernel":
+        return element, 0
     if row["kernel"] == "_update_dense_kernel":  # gradients are fp32 sums
         return 4 + element + 4 * flag["HAS_MOMENTUM"], element + 4 * flag["HAS_MOMENTUM"]
     assert row["kernel"] == "_block_norms_kernel"
     return 4 + element, 0
 
 
-WIDE = {"_compress_kernel", "_pack_dense_kernel", "_update_dense_kernel", "_block_norms_kernel"}
+WIDE = {"compress", "pack_dense", "update_dense", "block_norms", "gradient_squares"}
+WIDE = {f"_{name}_kernel" for name in WIDE}
 
 
 def test_every_tensor_of_a_full_block_moves_128_bits_at_a_time(rows):
@@ -105,6 +108,17 @@ def test_every_tensor_of_a_full_block_moves_128_bits_at_a_time(rows):
             if row["wide_loads"] < reads or row["wide_stores"] < writes:
                 narrow.append(row)
     assert not names(narrow, "wide_loads", "wide_stores")
+
+
+def test_states_of_two_halves_move_as_those_of_one(rows):
+    one, two = {}, {}
+    for row in rows:
+        halves = two if row["constants"].get("HAS_PARITY") else one
+        key = row["kernel"], row["label"].replace(" parity", "")
+        halves[key] = row["wide_loads"], row["wide_stores"]
+    pairs = one.keys() & two.keys()
+    assert {kernel for kernel, _ in pairs} == {"_compress_kernel", "_count_candidates_kernel"}
+    assert not {key: (one[key], two[key]) for key in pairs if one[key] != two[key]}
 
 
 def test_the_wide_kernels_are_kernels(rows):

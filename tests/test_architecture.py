@@ -18,12 +18,12 @@ FRONT = sorted(path for path in (ROOT / "fusedcomp").rglob("*.py") if LINK not i
 # A module imports from its own layer and those above it in this list, from nothing below.
 LAYERS = (
     {"kernels"},
-    {"_dispatch", "wire", "buckets", "values"},
+    {"_dispatch", "wire", "buckets", "values", "amp"},
     {"compressors", "memories", "collectives", "rules"},
-    {"checks", "checkpoint", "buffers", "pipeline"},
-    {"metrics", "overlap", "optimizer", "optim"},
+    {"checks", "checkpoint", "buffers", "exchange", "pipeline", "levels"},
+    {"metrics", "exchanges", "settings", "overlap", "optimizer", "optim", "ddp", "modules"},
     {"__init__"},  # the public names
-    {"demo", "__main__"},
+    {"demo", "doctor", "plan", "__main__"},
 )
 LAYER = {module: depth for depth, modules in enumerate(LAYERS) for module in modules}
 

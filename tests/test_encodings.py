@@ -38,10 +38,12 @@ def headers(*rows: tuple[int, int, int]) -> torch.Tensor:
 @pytest.mark.parametrize("kernels", [False, True], ids=["twin", "kernel"])
 def test_headers_are_compared(rows: list[tuple[int, int, int]], said: int, kernels: bool) -> None:
     module = _dispatch._KERNELS if kernels else _dispatch._TWINS
-    status, present = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (2, 1))
-    module.headers.read_headers(headers(*rows), status, present)
-    assert status.tolist() == [int(any(flags & 1 for _, flags, _ in rows)), said]
-    module.headers.read_headers(headers((1, 2, 9)), status, present)
+    status, nonfinite, present = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (3, 1, 1))
+    module.headers.read_headers(headers(*rows), status, nonfinite, present)
+    broken = int(any(flags & 1 for _, flags, _ in rows))
+    assert status.tolist() == [broken, said, 0]
+    module.headers.read_headers(headers((1, 2, 9)), status, nonfinite, present)
+    assert int(nonfinite) == broken
     assert status[1] == said | 1, "a bucket takes nothing back of what another has said"
 
 
@@ -148,9 +150,9 @@ def test_sums_tell_differing_steps(steps: tuple[int, ...], kernels: bool) -> Non
         module.headers.write_trailer(operands, flag, seed, own, failed=False)
         assert int(seed) == step + 1
         total += own
-    status, present = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (2, 1))
-    module.headers.read_trailer(total, status, present, world=len(steps))
-    assert status.tolist() == [0, 2 * (len({step % 3904 for step in steps}) > 1)]
+    status, present = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (3, 1))
+    module.headers.read_trailer(total, status, None, present, world=len(steps))
+    assert status.tolist() == [0, 2 * (len({step % 3904 for step in steps}) > 1), 0]
 
 
 def of_changed_memories(rank: int, world: int) -> list[bool]:

@@ -25,6 +25,10 @@ OPTIMIZERS = {
         p, lr=0.01, momentum=0.9, compressor=TopK(0.01, wire_dtype=torch.bfloat16), state_dtype=torch.bfloat16
     ),
     "residual": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01), memory=fusedcomp.Residual()),
+    "guarded": lambda p: fusedcomp.SGD(
+        p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5, clip_scope="bucket", skip_nonfinite=True
+    ),
+    "clipped": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5),
 }
 
 
@@ -149,7 +153,7 @@ def trained(captured: bool, name: str, mixed: bool = False) -> list[torch.Tensor
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["topk", "tensor", "lars", "half", "identity", "residual"])
+@pytest.mark.parametrize("name", ["topk", "tensor", "lars", "half", "identity", "residual", "guarded", "clipped"])
 def test_replayed_graph_of_the_whole_step(name: str) -> None:
     """A hundred replays with a changing lr end where a hundred plain steps do, bit for bit."""
     plain, replayed = trained(False, name), trained(True, name)
@@ -207,7 +211,7 @@ def test_offsets_past_2_31() -> None:
     seed = torch.zeros(1, dtype=torch.int32, device=device)
     least = torch.tensor([1 << 32], device=device)
     compress.compress(
-        segments, operands, None, residual, least, None, seed, None, residual, counts, marks, None,
+        segments, operands, None, residual, least, None, None, seed, None, None, residual, counts, marks, None, None,
         accumulate="residual", grad_scale=1.0, weight_decay=0.0, momentum=0.0,
     )  # fmt: skip
     assert int(counts.sum()) == int(counts[-1]) == 1
@@ -218,7 +222,7 @@ def test_offsets_past_2_31() -> None:
     starts[0, -1] = 1
     indices = torch.full((1, 1), (numel - 1) % 65536, dtype=torch.int16, device=device)
     values, lr = torch.full((1, 1), 2.0, device=device), torch.ones(1, device=device)
-    apply_payloads(segments, operands, starts, indices, values, lr, None, seed, seed, None, inverse_world=1.0)
+    apply_payloads(segments, operands, starts, indices, values, lr, None, seed, None, seed, None, inverse_world=1.0)
     assert float(param[-1]) == -2.0
     assert int(param.count_nonzero()) == 1
 

@@ -134,8 +134,8 @@ def test_separate_output_states() -> None:
         velocity, residual = torch.full_like(case.velocity, POISON), torch.full_like(case.residual, POISON)
         before = case.copy()
         modules["compress"].compress(
-            case.segments, case.operands(), case.velocity, case.residual, i64(1 << 62), case.trust, case.seed,
-            velocity, residual, out["counts"], out["marks"], out["partials"], **STEP,
+            case.segments, case.operands(), case.velocity, case.residual, i64(1 << 62), case.trust, None, case.seed,
+            None, velocity, residual, out["counts"], out["marks"], out["partials"], None, **STEP,
         )  # fmt: skip
         assert torch.equal(case.velocity, before.velocity)
         assert torch.equal(case.residual, before.residual)
@@ -152,8 +152,8 @@ def test_dense_step_of_a_compressed_bucket(shift: int, state_dtype: torch.dtype)
         sent = torch.full((case.segments.numel,), POISON, device=DEVICE)
         out = scratch(mine, 1, 1)
         modules["compress"].compress_all(
-            mine.segments, mine.operands(), mine.velocity, mine.residual, mine.trust, mine.seed, mine.velocity,
-            mine.residual, sent, out["partials"], out["flag"], **STEP,
+            mine.segments, mine.operands(), mine.velocity, mine.residual, mine.trust, None, mine.seed, None,
+            mine.velocity, mine.residual, sent, out["partials"], out["flag"], **STEP,
         )  # fmt: skip
         results.append(
             {"sent": sent, "velocity": mine.velocity, "residual": mine.residual, "partials": out["partials"]}
@@ -169,7 +169,7 @@ def test_settle_only_touches_segments_present_elsewhere(dtype: torch.dtype) -> N
     for modules in (KERNELS, TWINS):
         mine = case.copy()
         modules["compress"].settle(
-            mine.segments, mine.operands(), present, mine.trust, mine.seed, mine.velocity, mine.residual,
+            mine.segments, mine.operands(), present, mine.trust, mine.seed, None, mine.velocity, mine.residual,
             accumulate="nesterov", weight_decay=0.1, momentum=0.9,
         )  # fmt: skip
         results.append({"velocity": mine.velocity, "residual": mine.residual})

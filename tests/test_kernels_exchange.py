@@ -26,14 +26,14 @@ def test_apply(world: int, dtype: torch.dtype, wire: torch.dtype) -> None:
     results = []
     for modules in (KERNELS, TWINS):
         mine = case.copy()
-        status, present = i32(0, 0), i32(-7, -7, -7)
+        status, present = i32(0, 0, 0), i32(-7, -7, -7)
         modules["apply"].apply_payloads(
-            mine.segments, mine.operands(), starts, indices, values, lr, headers, status, present, sums,
+            mine.segments, mine.operands(), starts, indices, values, lr, headers, status, None, present, sums,
             inverse_world=1.0 / world,
         )  # fmt: skip
         assert sums is None or not sums.any()
         assert present.tolist() == [1, 1, 1]
-        assert status.tolist() == [0, 0]
+        assert status.tolist() == [0, 0, 0]
         results.append({f"param{i}": p for i, p in enumerate(mine.params)})
     same(*results)
     update = torch.zeros(case.segments.padded_numel, dtype=torch.float64, device=DEVICE)
@@ -72,7 +72,7 @@ def test_apply_survives_hostile_payloads() -> None:
         mine.params = [box[32:-32] for box in guard]
         modules["apply"].apply_payloads(
             mine.segments, mine.operands(), starts, indices, values, torch.ones(1, device=DEVICE), None,
-            i32(0, 0), i32(0, 0), None, inverse_world=0.5,
+            i32(0, 0, 0), None, i32(0, 0), None, inverse_world=0.5,
         )  # fmt: skip
         results.append({f"param{i}": p for i, p in enumerate(guard)})
         assert all((box[:32] == POISON).all() and (box[-32:] == POISON).all() for box in guard)
@@ -89,7 +89,7 @@ def test_dense_pack_and_update(momentum: float, nesterov: bool, dtype: torch.dty
         mine = case.copy()
         flat = torch.full((case.segments.numel,), POISON, device=DEVICE)
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        modules["dense"].pack_dense(mine.segments, mine.operands(), flat, flag, grad_scale=-1.0)
+        modules["dense"].pack_dense(mine.segments, mine.operands(), None, flat, flag, grad_scale=-1.0)
         summed = Operands(mine.params)
         summed.update([flat[w] for w in case.segments.compact_slices])
         modules["dense"].update_dense(
@@ -111,8 +111,9 @@ def test_norms_and_trust(dtype: torch.dtype) -> None:
     for modules in (KERNELS, TWINS):
         trust = torch.full((4,), POISON, device=DEVICE)
         modules["norms"].trust_ratios(
-            case.segments, case.operands(), known, trust, coefficient=0.01, weight_decay=0.1, eps=1e-8, fallback=True
-        )
+            case.segments, case.operands(), known, None, trust,
+            coefficient=0.01, weight_decay=0.1, eps=1e-8, fallback=True,
+        )  # fmt: skip
         results.append(trust)
     torch.testing.assert_close(*results, **SUM)
     for segment in (0, 3):
@@ -135,7 +136,7 @@ def test_norms_of_blocks(dtype: torch.dtype) -> None:
         modules["norms"].block_norms(case.segments, summed, partials)
         modules["norms"].reduce_norms(case.segments, partials, norms)
         modules["norms"].trust_ratios(
-            case.segments, summed, norms, trust, coefficient=1.0, weight_decay=0.0, eps=0.0, fallback=False
+            case.segments, summed, norms, None, trust, coefficient=1.0, weight_decay=0.0, eps=0.0, fallback=False
         )
         results.append((norms, trust))
     for fast, twin in zip(*results, strict=True):
@@ -195,9 +196,10 @@ def test_headers_and_trailers(segments: int, failed: bool) -> None:
             assert headers[2].tolist() == [1, 0, 2, 43] + [0] * (len(headers[2]) - 4)
             assert int(case.seed) == 44
         for read, source in (("read_headers", torch.stack(headers)), ("read_trailer", sum(trailers))):
-            status = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+            status, nonfinite = i32(0, 0, 0), i32(0)
             found = torch.full((segments,), -7, dtype=torch.int32, device=DEVICE)
             world = {"world": 2} if read == "read_trailer" else {}
-            getattr(modules["headers"], read)(source, status, found, **world)
+            getattr(modules["headers"], read)(source, status, nonfinite, found, **world)
             assert found.tolist() == expected
-            assert status.tolist() == [1, int(failed)]
+            assert status.tolist() == [1, int(failed), 0]
+            assert nonfinite.tolist() == [1]

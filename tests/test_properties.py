@@ -39,7 +39,7 @@ def sent_by(exchange: SparseExchange) -> torch.Tensor:
     segments = Segments.build([len(dense)], dense.device)
     apply_payloads(
         segments, operands, payload.starts, payload.indices, payload.values, torch.tensor([-1.0]), None,
-        exchange.status, exchange.present, None, inverse_world=1.0,
+        exchange.status, None, exchange.present, None, inverse_world=1.0,
     )  # fmt: skip
     return dense
 
@@ -161,7 +161,9 @@ def test_trust_ratio_scaling(scale, seed) -> None:
         trust = torch.zeros(3)
         norms = torch.stack([g2 / c**2, w2 * c**2])
         segments, operands = Segments.build([1] * 3, trust.device), Operands([torch.zeros(1)] * 3)
-        trust_ratios(segments, operands, norms, trust, coefficient=0.01, weight_decay=0.0, eps=0.0, fallback=False)
+        trust_ratios(
+            segments, operands, norms, None, trust, coefficient=0.01, weight_decay=0.0, eps=0.0, fallback=False
+        )
         ratios.append(trust)
     torch.testing.assert_close(ratios[1], ratios[0] * scale**2, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(ratios[0] * g2.sqrt(), 0.01 * w2.sqrt(), rtol=1e-5, atol=0.0)

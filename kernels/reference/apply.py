@@ -16,13 +16,17 @@ def apply_payloads(
     lr: Tensor,
     headers: Tensor | None,
     status: Tensor,
+    found_inf: Tensor | None,
     present: Tensor,
     sums: Tensor | None,
     *,
     inverse_world: float,
 ) -> None:
+    assert headers is None or found_inf is None, "the verdict is passed on headers that have been read"
     if headers is not None:
-        read_headers(headers, status, present)
+        read_headers(headers, status, None, present)
+    if found_inf is not None and found_inf.item() != 0.0:
+        return
     scale = lr * inverse_world
     flats = [memory_order(param) for param in operands.params]
     totals = [torch.zeros_like(flat, dtype=torch.float32) for flat in flats]

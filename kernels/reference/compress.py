@@ -4,16 +4,28 @@ import torch
 from torch import Tensor
 
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
-from fusedcomp.kernels.reference.elements import rounding_noise, stochastic
+from fusedcomp.kernels.reference.elements import half_of, rounding_noise, stochastic
 from fusedcomp.kernels.reference.keys import selection_key
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments, memory_order
 
 
+def scaled(grad: Tensor, scales: Tensor | None, segment: int, grad_scale: float) -> Tensor:
+    """The gradient in fp32, times both scales."""
+    grad = grad.float() * grad_scale
+    return grad if scales is None else grad * scales[segment]
+
+
 def prepared(
-    grad: Tensor, param: Tensor, trust: Tensor | None, segment: int, grad_scale: float, weight_decay: float
+    grad: Tensor,
+    param: Tensor,
+    trust: Tensor | None,
+    scales: Tensor | None,
+    segment: int,
+    grad_scale: float,
+    weight_decay: float,
 ) -> Tensor:
     """Gradient -> what memory accumulates, in fp32."""
-    grad = grad.float() * grad_scale
+    grad = scaled(grad, scales, segment, grad_scale)
     if weight_decay != 0.0:
         grad = grad + param.float() * weight_decay
     return grad if trust is None else trust[segment] * grad
@@ -33,6 +45,7 @@ def _accumulate_segment(
     velocity_in: Tensor | None,
     residual_in: Tensor,
     trust: Tensor | None,
+    scales: Tensor | None,
     partials: Tensor | None,
     accumulate: str,
     grad_scale: float,
@@ -46,12 +59,12 @@ def _accumulate_segment(
     param = memory_order(operands.params[segment])
     if partials is not None:
         blocks = slice(where.start // BLOCK, -(-where.stop // BLOCK))
-        flat = torch.zeros_like(param) if grad is None else memory_order(grad)
-        _sum_squares(flat.float() * grad_scale, partials[blocks, 0])
+        flat = torch.zeros_like(param) if grad is None else scaled(memory_order(grad), scales, segment, grad_scale)
+        _sum_squares(flat.float(), partials[blocks, 0])
         _sum_squares(param.float(), partials[blocks, 1])
     if grad is None:
         return old_velocity, old_residual
-    g = prepared(memory_order(grad), param, trust, segment, grad_scale, weight_decay)
+    g = prepared(memory_order(grad), param, trust, scales, segment, grad_scale, weight_decay)
     velocity, residual = ACCUMULATE[accumulate](
         g, old_residual if old_velocity is None else old_velocity, old_residual, momentum
     )
@@ -65,12 +78,15 @@ def compress(
     residual_in: Tensor,
     thresholds: Tensor | None,
     trust: Tensor | None,
+    scales: Tensor | None,
     seed: Tensor,
+    parity: Tensor | None,
     velocity_out: Tensor | None,
     residual_out: Tensor,
     counts: Tensor,
     marks: Tensor,
     partials: Tensor | None,
+    flag: Tensor | None,
     *,
     accumulate: str,
     grad_scale: float,
@@ -78,12 +94,16 @@ def compress(
     momentum: float,
 ) -> None:
     assert thresholds is not None
+    velocity_in, residual_in = half_of(velocity_in, parity, 0), half_of(residual_in, parity, 0)
+    velocity_out, residual_out = half_of(velocity_out, parity, 1), half_of(residual_out, parity, 1)
     numbers = (accumulate, grad_scale, weight_decay, momentum)
     chosen = torch.zeros(segments.padded_numel, dtype=torch.bool, device=residual_in.device)
     for segment, where in enumerate(segments.slices):
         velocity, residual = _accumulate_segment(
-            segments, operands, segment, velocity_in, residual_in, trust, partials, *numbers
+            segments, operands, segment, velocity_in, residual_in, trust, scales, partials, *numbers
         )
+        if parity is not None and flag is not None and operands.grads[segment] is not None:
+            flag |= (~residual.isfinite()).any().to(torch.int32)
         index = torch.arange(where.start, where.stop, device=residual.device)
         noise = rounding_noise(index, seed)
         if velocity_out is not None and velocity is not None:
@@ -105,7 +125,9 @@ def compress_all(
     velocity_in: Tensor | None,
     residual_in: Tensor,
     trust: Tensor | None,
+    scales: Tensor | None,
     seed: Tensor,
+    parity: Tensor | None,
     velocity_out: Tensor | None,
     residual_out: Tensor,
     sent: Tensor,
@@ -117,10 +139,12 @@ def compress_all(
     weight_decay: float,
     momentum: float,
 ) -> None:
+    velocity_in, residual_in = half_of(velocity_in, parity, 0), half_of(residual_in, parity, 0)
+    velocity_out, residual_out = half_of(velocity_out, parity, 1), half_of(residual_out, parity, 1)
     numbers = (accumulate, grad_scale, weight_decay, momentum)
     for segment, where in enumerate(segments.slices):
         velocity, residual = _accumulate_segment(
-            segments, operands, segment, velocity_in, residual_in, trust, partials, *numbers
+            segments, operands, segment, velocity_in, residual_in, trust, scales, partials, *numbers
         )
         if velocity_out is not None and velocity is not None:
             noise = rounding_noise(torch.arange(where.start, where.stop, device=residual.device), seed)
@@ -128,7 +152,10 @@ def compress_all(
         grad = operands.grads[segment]
         present = grad is not None
         if grad is not None:
-            flag |= (~grad.isfinite()).any().to(torch.int32)
+            finite = scaled(grad, scales, segment, grad_scale).isfinite().all()
+            if parity is not None:
+                finite = finite & residual.isfinite().all()
+            flag |= (~finite).to(torch.int32)
         sent[segments.compact_slices[segment]] = residual if present else 0.0
         residual_out[where] = 0.0 if present else residual
     _clear_padding(segments, velocity_out, residual_out)
@@ -148,6 +175,7 @@ def settle(
     present: Tensor,
     trust: Tensor | None,
     seed: Tensor,
+    parity: Tensor | None,
     velocity: Tensor | None,
     residual: Tensor,
     *,
@@ -155,11 +183,12 @@ def settle(
     weight_decay: float,
     momentum: float,
 ) -> None:
+    velocity, residual = half_of(velocity, parity, 0), half_of(residual, parity, 0)
     for segment, where in enumerate(segments.slices):
         if operands.grads[segment] is not None or present[segment] == 0:
             continue
         param = memory_order(operands.params[segment])
-        grad = prepared(torch.zeros_like(param), param, trust, segment, 1.0, weight_decay)
+        grad = prepared(torch.zeros_like(param), param, trust, None, segment, 1.0, weight_decay)
         old = residual[where].to(torch.float32, copy=True)
         new_velocity, new_residual = ACCUMULATE[accumulate](
             grad, old if velocity is None else velocity[where].float(), old, momentum

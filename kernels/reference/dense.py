@@ -3,14 +3,17 @@
 import torch
 from torch import Tensor
 
+from fusedcomp.kernels.reference.compress import scaled
 from fusedcomp.kernels.reference.elements import INFINITE
 from fusedcomp.kernels.reference.keys import magnitude_bits
 from fusedcomp.kernels.segments import Operands, Segments, memory_order
 
 
-def pack_dense(segments: Segments, operands: Operands, flat: Tensor, flag: Tensor, *, grad_scale: float) -> None:
-    for where, grad in zip(segments.compact_slices, operands.grads, strict=True):
-        flat[where] = 0.0 if grad is None else memory_order(grad).float() * grad_scale
+def pack_dense(
+    segments: Segments, operands: Operands, scales: Tensor | None, flat: Tensor, flag: Tensor, *, grad_scale: float
+) -> None:
+    for segment, (where, grad) in enumerate(zip(segments.compact_slices, operands.grads, strict=True)):
+        flat[where] = 0.0 if grad is None else scaled(memory_order(grad), scales, segment, grad_scale)
     flag |= (magnitude_bits(flat) >= INFINITE).any().to(torch.int32)
 
 

@@ -1,5 +1,7 @@
 """Twin of ``kernels/elements.py``: torch's own conversions round to nearest; only stochastic rounding is spelt out."""
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,15 @@ _LARGEST = {torch.bfloat16: 3.3895313892515355e38, torch.float16: 65504.0}
 def rounding_noise(index: Tensor, seed: Tensor) -> Tensor:
     """32 random bits of every element, as non-negative int64."""
     return tie_hash(index, seed)
+
+
+@overload
+def half_of(state: Tensor, parity: Tensor | None, other: int) -> Tensor: ...
+@overload
+def half_of(state: None, parity: Tensor | None, other: int) -> None: ...
+def half_of(state: Tensor | None, parity: Tensor | None, other: int) -> Tensor | None:
+    """The half of a state that a step reads, ``other``: that it writes; all of it where there are no halves."""
+    return state if state is None or parity is None else state.view(2, -1)[int(parity) ^ other]
 
 
 def stochastic(values: Tensor, noise: Tensor, half: bool) -> Tensor:

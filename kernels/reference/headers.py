@@ -41,8 +41,11 @@ def write_failure(seed: Tensor, header: Tensor) -> None:
     seed += 1
 
 
-def read_headers(headers: Tensor, status: Tensor, present: Tensor) -> None:
-    status[0] += int(((headers[:, 2] & NON_FINITE) != 0).any())
+def read_headers(headers: Tensor, status: Tensor, nonfinite: Tensor | None, present: Tensor) -> None:
+    broken = int(((headers[:, 2] & NON_FINITE) != 0).any())
+    status[0] += broken
+    if nonfinite is not None:
+        nonfinite |= broken
     failed = (headers[:, 2] & FAILED) != 0
     status[1] |= int(failed.any()) * A_RANK_FAILED
     origins = headers[~failed][:, [0, 3]]  # version and step
@@ -60,10 +63,12 @@ def write_trailer(operands: Operands, flag: Tensor, seed: Tensor, trailer: Tenso
     seed += 1
 
 
-def read_trailer(trailer: Tensor, status: Tensor, present: Tensor, *, world: int) -> None:
+def read_trailer(trailer: Tensor, status: Tensor, nonfinite: Tensor | None, present: Tensor, *, world: int) -> None:
     present.copy_(trailer[:-TRAILER_WORDS] > 0.0)
-    non_finite, failed, even, even_squares, odd, odd_squares = map(int, trailer[-TRAILER_WORDS:].tolist())
-    status[0] += int(non_finite > 0)
+    broken, failed, even, even_squares, odd, odd_squares = map(int, trailer[-TRAILER_WORDS:].tolist())
+    status[0] += int(broken > 0)
+    if nonfinite is not None:
+        nonfinite |= int(broken > 0)
     status[1] |= int(failed > 0) * A_RANK_FAILED
     same = even_squares * world == even**2 and odd_squares * world == odd**2
     status[1] |= (not same) * RANKS_DIFFER

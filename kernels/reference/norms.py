@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fusedcomp.kernels.reference.compress import _sum_squares
+from fusedcomp.kernels.reference.compress import _sum_squares, scaled
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments, memory_order
 
 
@@ -24,6 +24,7 @@ def trust_ratios(
     segments: Segments,
     operands: Operands,
     norms: Tensor,
+    scales: Tensor | None,
     trust: Tensor,
     *,
     coefficient: float,
@@ -35,11 +36,12 @@ def trust_ratios(
     if fallback:
         for segment in range(len(segments.numels)):
             if norms[0, segment] <= 0.0:
-                for row, tensor in enumerate((operands.grads[segment], operands.params[segment])):
-                    squares[row, segment] = 0.0 if tensor is None else tensor.float().square().sum()
-    grad, param = squares.sqrt()
-    ratio = (param * coefficient) / (grad + param * weight_decay + eps)
-    trust.copy_(torch.where((grad > 0.0) & (param > 0.0), ratio, 1.0))
+                grad = operands.grads[segment]
+                squares[0, segment] = 0.0 if grad is None else scaled(grad, scales, segment, 1.0).square().sum()
+                squares[1, segment] = operands.params[segment].float().square().sum()
+    of_grad, of_param = squares.sqrt()
+    ratio = (of_param * coefficient) / (of_grad + of_param * weight_decay + eps)
+    trust.copy_(torch.where((of_grad > 0.0) & (of_param > 0.0), ratio, 1.0))
 
 
 def commit_norms(received: Tensor, present: Tensor, norms: Tensor, *, inverse_world: float) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fusedcomp.kernels.headers import ENCODING
-from fusedcomp.kernels.reference.elements import narrow_clamped
+from fusedcomp.kernels.reference.elements import half_of, narrow_clamped
 from fusedcomp.kernels.reference.headers import end_payload
 from fusedcomp.kernels.reference.keys import selection_key
 from fusedcomp.kernels.segments import BLOCK, PAGE, Operands, Segments
@@ -26,6 +26,7 @@ def select_candidates(
     indices: Tensor,
     residual: Tensor,
     seed: Tensor,
+    parity: Tensor | None,
     ranks: Tensor,
     widths: Tensor,
     histograms: Tensor,
@@ -37,6 +38,7 @@ def select_candidates(
     keys: Tensor,
     flag: Tensor,
 ) -> None:
+    residual = half_of(residual, parity, 1)
     limits = offsets[segments.scope_blocks].clamp(max=keys.numel()).tolist()
     found = indices[: limits[-1]]
     keys[: limits[-1]] = selection_key(residual[found].float(), found, seed, residual.itemsize == 2)
@@ -58,12 +60,14 @@ def pack_payload(
     residual: Tensor,
     flag: Tensor,
     seed: Tensor,
+    parity: Tensor | None,
     shared: Tensor,
     starts: Tensor,
     out_indices: Tensor,
     values: Tensor,
     header: Tensor,
 ) -> None:
+    velocity, residual = half_of(velocity, parity, 1), half_of(residual, parity, 1)
     total = min(int(offsets[-1]), keys.numel())
     keys, indices = keys[:total], indices[:total]
     scope = segments.block_table[indices // BLOCK, 0].long() if segments.per_tensor else torch.zeros_like(indices)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
 from fusedcomp.kernels.reference.compress import prepared
-from fusedcomp.kernels.reference.elements import rounding_noise, stochastic
+from fusedcomp.kernels.reference.elements import half_of, rounding_noise, stochastic
 from fusedcomp.kernels.reference.keys import mix32, selection_key
 from fusedcomp.kernels.sample import LENIENCE, SAMPLES
 from fusedcomp.kernels.segments import Operands, Segments, memory_order
@@ -23,7 +23,9 @@ def sample_threshold(
     velocity: Tensor | None,
     residual: Tensor,
     trust: Tensor | None,
+    scales: Tensor | None,
     seed: Tensor,
+    parity: Tensor | None,
     keys: Tensor,
     histograms: Tensor,
     tickets: Tensor,
@@ -35,6 +37,7 @@ def sample_threshold(
     weight_decay: float,
     momentum: float,
 ) -> None:
+    velocity, residual = half_of(velocity, parity, 0), half_of(residual, parity, 0)
     turn = mix32(seed.to(torch.int64) & 0xFFFFFFFF)
     keys.fill_(-1)
     for segment, (grad, param) in enumerate(zip(operands.grads, operands.params, strict=True)):
@@ -43,7 +46,8 @@ def sample_threshold(
             continue
         offset = (samples[mine, 1] + turn) % segments.numels[segment]
         index = segments.slices[segment].start + offset
-        g = prepared(memory_order(grad)[offset], memory_order(param)[offset], trust, segment, grad_scale, weight_decay)
+        entries = (memory_order(grad)[offset], memory_order(param)[offset])
+        g = prepared(*entries, trust, scales, segment, grad_scale, weight_decay)
         old = residual[index].float()
         _, new = ACCUMULATE[accumulate](g, old if velocity is None else velocity[index].float(), old, momentum)
         new = stochastic(new, rounding_noise(index, seed), residual.itemsize == 2)

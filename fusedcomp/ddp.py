@@ -1,0 +1,427 @@
+"""The hook of DistributedDataParallel: compressed, averaged gradients for any torch optimizer.
+
+    state = fusedcomp.ddp.CompressionState(fusedcomp.TopK(density=0.01), model.named_parameters())
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(state, fusedcomp.ddp.compress_hook)
+
+The pipeline is the optimizers'. What differs: DDP makes the buckets, and what is applied is applied to their buffers,
+as to parameters that are 0 and learn at a rate of -1: they become the averages. Where gradients come multiplied by a
+loss scale, memory is kept without it and the rate is the scale's negative.
+
+    launch   a bucket is compressed and sent, on a stream beside backward, as soon as DDP has filled it
+    finish   with the last bucket of a backward: wait (the device does), judge, write averages, complete all futures
+
+Memory belongs to the parameter: DDP arranges its buckets anew after the first step, and states move along.
+"""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fusedcomp import checkpoint, checks
+from fusedcomp.amp import scale_of
+from fusedcomp.buckets import Bucket, Treatment, build_bucket, copy_states
+from fusedcomp.compressors import Compressor, TopK
+from fusedcomp.exchange import Clip, Exchange, Hyper, Shared, Verdict
+from fusedcomp.exchanges import Exchanges, Plan, status_on
+from fusedcomp.kernels.segments import BLOCK
+from fusedcomp.levels import resolve
+from fusedcomp.memories import Memory, MomentumCorrection, Residual
+from fusedcomp.values import plain
+
+GradBucket = Any  # torch.distributed.GradBucket, which stubs do not know
+
+
+class _Entry:
+    """One of DDP's buckets: its parameters, and by position what is compressed of it and what is not."""
+
+    def __init__(self, params: Sequence[Tensor], parts: Sequence[tuple[list[int], Exchange]]) -> None:
+        self.params, self.parts = params, parts
+        self.grads: list[Tensor] = []  # of this step: parts of DDP's buffer
+        self.buffer: Tensor
+        self.future: Future[Tensor]
+
+    def take(self, bucket: GradBucket) -> Future[Tensor]:
+        """What DDP hands over in this step, and what it will wait for."""
+        self.grads, self.buffer = bucket.gradients(), bucket.buffer()
+        on_gpu = self.buffer.is_cuda
+        self.future = Future(devices=[self.buffer.device]) if on_gpu else Future()
+        return self.future
+
+    def _inputs(self, positions: list[int], exchange: Exchange) -> list[Tensor | None]:
+        """Gradients; None where backward left none: DDP's buffer has zeros there, which mean nothing."""
+        exchange.bucket.operands.params = targets = [self.grads[i] for i in positions]
+        pairs = zip(positions, targets, strict=True)
+        return [None if self.params[i].grad is None else target for i, target in pairs]
+
+    def measure(self) -> None:
+        """Norms of the gradients."""
+        for positions, exchange in self.parts:
+            exchange.bucket.operands.update(self._inputs(positions, exchange))
+            exchange.measure()
+
+    def launch(self, hyper: Hyper, step: int) -> None:
+        """Start the exchange on the current stream."""
+        for positions, exchange in self.parts:
+            exchange.launch(self._inputs(positions, exchange), hyper, step)
+
+
+class CompressionState:
+    """What ``compress_hook`` compresses with, and what it keeps: memory per parameter, the step, the ranks.
+
+    Ranks must build it alike, before the first backward. With ``Identity()`` gradients are DDP's own: averages of all
+    of them. Works from the first step on, under rebuilt buckets, ``gradient_as_bucket_view``, ``static_graph``,
+    ``no_sync``, ``find_unused_parameters`` (with ``zero_grad(set_to_none=True)``, torch's default) and ``join``.
+
+    Args:
+        compressor: what is sent: ``TopK(...)`` or ``Identity()``. Parameters of one dimension and of fewer than 2048
+            elements are never compressed. ``scope="bucket"`` ranks over what is compressed of one of DDP's buckets, so
+            its ``bucket_cap_mb`` changes results; ``scope="tensor"`` does not depend on it.
+        params: the model's parameters or ``model.named_parameters()``; needed only to save and load.
+        memory: ``Residual()`` (default): error feedback. ``MomentumCorrection()`` needs ``momentum``.
+        momentum: of the hook, in [0, 1): what is handed to the optimizer is then a velocity. An optimizer with
+            momentum (or betas) of its own applies it twice: there is a warning.
+        nesterov: Nesterov momentum; needs momentum > 0.
+        process_group: DDP's; None: the default group. The hook makes a communicator of its own over its ranks.
+        state_dtype: of residual and velocity, ``torch.float32`` or ``torch.bfloat16``.
+        max_grad_norm: as for ``SGD`` (DGC's local clipping).
+        clip_scope: whose norm that is: ``"model"`` (then nothing overlaps), ``"bucket"`` (what is compressed of one of
+            DDP's, and what is not) or ``"tensor"``.
+        skip_nonfinite: a NaN or inf of any rank leaves memory as it was, bit for bit, and makes all gradients NaN on
+            all ranks. ``found_inf`` says so to the optimizer. Two halves of the states, as for ``SGD``.
+        grad_scaler: the ``torch.amp.GradScaler`` in use: memory is then kept in units of the loss whatever the scale,
+            and the step that it skips leaves memory alone (skip_nonfinite). Scaled gradients come out as they came in.
+
+    Raises:
+        ValueError: an argument is out of range, or differs between ranks (the message names the field).
+        TypeError: an argument is of the wrong type.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        memory: Memory | None = None,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float | None = None,
+        clip_scope: str = "model",
+        skip_nonfinite: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._group, self._levels = resolve(process_group)
+        with self._group.refusing():
+            checks.momenta("CompressionState", momentum, nesterov)
+            self.momentum, self.nesterov = plain(momentum), nesterov
+            self.memory = memory or (MomentumCorrection() if momentum > 0 else Residual())
+            self.compressor, self.state_dtype, self.grad_scaler = compressor, state_dtype, grad_scaler
+            checks.hook(vars(self), max_grad_norm, clip_scope, skip_nonfinite)
+            if self._levels is not None:
+                checks.levels({**vars(self), "params": []}, self._name_of)
+            if grad_scaler is not None and not grad_scaler.is_enabled():
+                self.grad_scaler = None
+            self._names = _named(params)
+        self._clip = None if max_grad_norm is None else Clip(max_grad_norm, clip_scope)
+        self._may_skip = skip_nonfinite or self.grad_scaler is not None
+        fields = ("compressor", "memory", "momentum", "nesterov", "state_dtype")
+        settings = {name: repr(getattr(self, name)) for name in fields}
+        settings |= {"front": "DDP hook", "clip": repr(self._clip), "skip_nonfinite": str(self._may_skip)}
+        self._group.agree(settings, None)
+        self._group = self._group.private(None)
+        self._levels = None if self._levels is None else self._levels.private(None)
+        self._step = 0
+        self._exchanges: Exchanges | None = None  # made with the first bucket, which says on which device
+        self._entries: dict[tuple[int, ...], _Entry] = {}
+        self._pending: list[_Entry] = []
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+        self._watch = _MomentumWatch(self) if self.momentum > 0 else None
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """What ``compress_hook`` does; DDP calls it for every bucket of a backward, in order."""
+        if bucket.index() == 0:
+            self._begin(bucket.buffer())
+        assert self._exchanges is not None
+        with self._beside():
+            entry = self._entry(bucket)
+            self._pending.append(entry)
+            future = entry.take(bucket)
+            if not self._measures:
+                entry.launch(self._hyper(), self._exchanges.step)
+            if bucket.is_last():
+                self._finish(self._exchanges)
+        if bucket.is_last():
+            self._exchanges.raise_if_peer_failed()
+        return future
+
+    @property
+    def _measures(self) -> bool:
+        return self._clip is not None and self._clip.scope == "model"
+
+    def _begin(self, buffer: Tensor) -> None:
+        if self._pending:
+            raise RuntimeError(
+                "the last backward did not finish, so that what it sent was lost; reload model, optimizer and "
+                "compression state from a checkpoint"
+            )
+        if self._watch is not None:
+            self._watch.close()
+        device = buffer.device
+        if self._exchanges is None or self._exchanges.device != device:
+            if self._exchanges is not None:
+                raise RuntimeError(f"the model was moved from {self._exchanges.device} to {device}; build a new state")
+            verdict = Verdict(device) if self._may_skip else None
+            shared = Shared(self._group, status_on(device), self._clip, verdict, self.grad_scaler is not None)
+            self._exchanges = Exchanges(shared, device, self._step)
+            self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+            self._rate = torch.full((1,), -1.0, dtype=torch.float32, device=device)
+            self._sums = torch.zeros(0, dtype=torch.float32, device=device)
+        with self._beside():
+            self._seed = self._exchanges.new_seed()
+            if self.grad_scaler is not None:
+                scale = scale_of(self.grad_scaler)
+                if scale is None:
+                    raise RuntimeError("the grad_scaler has scaled no loss: scaler.scale(loss).backward()")
+                self._exchanges.shared.loss_scale = scale
+                torch.neg(scale.view(1), out=self._rate)
+
+    def _finish(self, exchanges: Exchanges) -> None:
+        """All buckets of this backward are here."""
+        pending, self._pending = self._pending, []
+        members = [exchange for entry in pending for _, exchange in entry.parts]
+        if members != list(exchanges):
+            exchanges.plan(members)
+            used = {id(entry) for entry in pending}
+            self._entries = {key: entry for key, entry in self._entries.items() if id(entry) in used}
+        if self._measures:
+            for entry in pending:
+                entry.measure()
+            for entry in pending:
+                entry.launch(self._hyper(), exchanges.step)
+        exchanges.arrive(self._name_of)
+        found_inf = exchanges.shared.found_inf
+        for entry in pending:
+            if found_inf is None:
+                entry.buffer.zero_()
+            else:  # no average was formed: 0 would let a momentum act
+                entry.buffer.fill_(torch.where(found_inf[0] > 0, torch.nan, 0.0))
+        exchanges.apply(lambda bucket: self._hyper())
+        for entry in pending:
+            entry.grads = []
+            entry.future.set_result(entry.buffer)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream beside backward, after what backward has queued so far."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _hyper(self) -> Hyper:
+        return Hyper(self._rate, self.momentum, self.nesterov, weight_decay=0.0, maximize=False)
+
+    # ---- buckets -----------------------------------------------------------------------------------------------
+
+    def _entry(self, bucket: GradBucket) -> _Entry:
+        """What this bucket was compressed with last time; made, with the states of its parameters, if it is new."""
+        params = bucket.parameters()
+        key = tuple(map(id, params))
+        if key not in self._entries:
+            parts: dict[bool, list[int]] = {}
+            for index, param in enumerate(params):
+                large = param.ndim > 1 and param.numel() >= BLOCK
+                parts.setdefault(large and isinstance(self.compressor, TopK), []).append(index)
+            dtype = bucket.buffer().dtype
+            checks.gradient_dtype(dtype, self._levels is not None)
+            self._entries[key] = _Entry(
+                params, [(part, self._part(sparse, [params[i] for i in part], dtype)) for sparse, part in parts.items()]
+            )
+        return self._entries[key]
+
+    def _part(self, sparse: bool, params: list[Tensor], dtype: torch.dtype) -> Exchange:
+        assert self._exchanges is not None
+        treatment = Treatment(group=0, sparse=sparse, trust=False, decay=False, dtype=dtype)
+        bucket = build_bucket(treatment, params, getattr(self.compressor, "scope", "bucket") == "tensor")
+        plan = Plan(self.compressor, self.memory, self.momentum > 0, self.state_dtype, self._levels)
+        sums = None if dtype == torch.float32 else self._room(bucket.segments.padded_numel)
+        exchange = plan.exchange(bucket, self._exchanges.shared, self._seed.clone(), sums)
+        copy_states([exchange.kept], {param: self._kept(param) for param in exchange.kept.params})
+        return exchange
+
+    def _room(self, numel: int) -> Tensor:
+        """Where sums over ranks of 16-bit gradients are formed, one bucket after another."""
+        if self._sums.numel() < numel:
+            self._sums = torch.zeros(numel, dtype=torch.float32, device=self._sums.device)
+        return self._sums
+
+    def _kept(self, param: Tensor) -> dict[str, Tensor]:
+        """The states of a parameter, from the bucket it was in or from a checkpoint."""
+        for bucket, position in self._homes(param):
+            first, second = bucket.views(position), bucket.views(position, half=1)
+            parity = self._exchanges.shared.parity if self._exchanges is not None else None
+            if parity is None:
+                return first
+            return {name: torch.where(parity[0] == 0, first[name], second[name]) for name in first}
+        return self._loaded.pop(self._names.get(param, ""), {})
+
+    def _homes(self, param: Tensor) -> Iterator[tuple[Bucket, int]]:
+        for entry in self._entries.values():
+            for _, exchange in entry.parts:
+                for position, member in enumerate(exchange.kept.params):
+                    if member is param:
+                        yield exchange.kept, position
+
+    def _name_of(self, param: Tensor) -> str:
+        return repr(self._names[param]) if param in self._names else f"of shape {tuple(param.shape)}"
+
+    # ---- what is known of it -----------------------------------------------------------------------------------
+
+    @property
+    def found_inf(self) -> Tensor:
+        """f32, one number on the device: 1 if the last step had a NaN or inf on any rank. Needs skip_nonfinite.
+
+        torch's fused optimizers skip the step by themselves: ``optimizer.found_inf = state.found_inf``, once, after the
+        first backward.
+
+        Raises:
+            RuntimeError: steps are not skipped, or there was no backward yet.
+        """
+        if self._exchanges is None or self._exchanges.shared.found_inf is None:
+            raise RuntimeError("found_inf needs skip_nonfinite=True (or a grad_scaler), and a backward before")
+        return self._exchanges.shared.found_inf
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were void so far; as ``SGD.skipped``."""
+        return 0 if self._exchanges is None else self._exchanges.skipped
+
+    def metrics(self) -> dict[str, Tensor]:
+        """What the last step did; as ``SGD.metrics``.
+
+        Raises:
+            RuntimeError: there was no backward yet.
+        """
+        if self._exchanges is None:
+            raise RuntimeError("metrics() needs a backward before: DDP's buckets are not known yet")
+        return self._exchanges.metrics()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+        """Memory of this rank, by parameter; plain data and tensors, copied.
+
+        Args:
+            all_ranks: a collective: on rank 0 what all ranks hold, in one dict, for frameworks that save on one rank;
+                on the others their own.
+
+        Raises:
+            ValueError: the state was built without ``params``, so that nothing has a name.
+        """
+        if not self._names:
+            raise ValueError("state_dict() needs names: build CompressionState with params=model.named_parameters()")
+        step, states = self._step, dict(self._loaded)
+        if self._exchanges is not None:
+            step = self._exchanges.applied()
+            self._exchanges.normalise()
+        for param, name in self._names.items():
+            for bucket, position in self._homes(param):
+                states[name] = {key: view.detach().clone() for key, view in bucket.views(position).items()}
+        mine = checkpoint.encode_hook(states, self._group, step)
+        if not all_ranks:
+            return mine
+        return checkpoint.gather(mine, self._group)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take in what ``state_dict()`` gave, on every rank; also what one rank saved of all.
+
+        A dict of another rank alone, or of another number of ranks, keeps everything but the residual, with a warning.
+
+        Raises:
+            ValueError: names or shapes are not this model's, or the format is unknown. Nothing has been loaded then.
+        """
+        if not self._names:
+            raise ValueError(
+                "load_state_dict() needs names: build CompressionState with params=model.named_parameters()"
+            )
+        states, step = checkpoint.decode_hook(state_dict, {name: p for p, name in self._names.items()}, self._group)
+        self._step = step
+        self._loaded = states
+        self._exchanges, self._entries, self._pending = None, {}, []  # made anew by the next backward
+
+
+def compress_hook(state: CompressionState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """Compressed averages in place of DDP's all-reduce: ``model.register_comm_hook(state, compress_hook)``.
+
+    Args:
+        state: a ``CompressionState``.
+        bucket: DDP's; its gradients are fp32, bf16 or fp16.
+
+    Returns:
+        A future of the bucket's buffer, averaged over ranks; done with the last bucket of the backward.
+
+    Raises:
+        RuntimeError: another rank failed, or ranks encode their payloads differently.
+    """
+    return state.exchange(bucket)
+
+
+def _named(params: Any) -> dict[Tensor, str]:
+    """Parameter -> name; a position where none was given."""
+    named: dict[Tensor, str] = {}
+    for index, item in enumerate([] if params is None else params):
+        name, param = item if isinstance(item, tuple) else (str(index), item)
+        if not isinstance(param, Tensor):
+            raise TypeError(f"params must be parameters or (name, parameter) pairs, got {param!r}")
+        named.setdefault(param, name.removeprefix("module."))
+    return named
+
+
+class _MomentumWatch:
+    """Warns when an optimizer with momentum first steps the parameters of a state that has momentum too."""
+
+    def __init__(self, state: CompressionState) -> None:
+        weak = weakref.ref(state)
+
+        def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            state = weak()
+            if state is not None and not self.done:
+                self._look(state, optimizer)
+
+        self.done = False
+        self._handle = register_optimizer_step_pre_hook(look)
+        weakref.finalize(state, self._handle.remove)
+
+    def close(self) -> None:
+        """Not from within an optimizer's step, which goes through the hooks."""
+        if self.done:
+            self._handle.remove()
+
+    def _look(self, state: CompressionState, optimizer: torch.optim.Optimizer) -> None:
+        mine = {id(p) for entry in state._entries.values() for p in entry.params}
+        for group in optimizer.param_groups:
+            if mine.isdisjoint(map(id, group["params"])):
+                continue
+            self.done = True
+            if group.get("momentum", 0.0) or "betas" in group:
+                warnings.warn(
+                    f"{type(optimizer).__name__} has momentum (or betas), and so has the compression hook "
+                    f"(momentum={state.momentum}): it is applied twice. Take it out of one of them",
+                    stacklevel=5,
+                )
+                return

@@ -1,0 +1,208 @@
+"""The exchanges of a front's buckets: launched one by one as gradients come, finished together.
+
+    launch  launch  launch ...  ->  arrive: wait for all, read headers, one verdict  ->  apply: all buckets
+
+No bucket is applied before all are here. What a rank says of itself (it failed, a gradient was not finite) reaches the
+host in pinned memory, which it reads without waiting.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedcomp import metrics
+from fusedcomp._dispatch import ops
+from fusedcomp.buckets import Bucket
+from fusedcomp.compressors import Compressor, TopK
+from fusedcomp.exchange import Exchange, Hyper, Shared
+from fusedcomp.kernels.headers import RANKS_DIFFER
+from fusedcomp.levels import Levels, ShardedExchange
+from fusedcomp.memories import Memory
+from fusedcomp.pipeline import DenseExchange, SparseExchange
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a front's buckets are exchanged; those of one param group alike."""
+
+    compressor: Compressor
+    memory: Memory
+    with_momentum: bool
+    state_dtype: torch.dtype
+    levels: Levels | None = None
+    always_sparse: bool = False
+
+    def exchange(self, bucket: Bucket, shared: Shared, seed: Tensor, sums: Tensor | None) -> Exchange:
+        """The exchange of a bucket. ``sums``: room for the sums over ranks of 16-bit parameters."""
+        if not bucket.treatment.sparse:
+            return DenseExchange(bucket, shared, seed, self.with_momentum)
+
+        def make(bucket: Bucket, shared: Shared, seed: Tensor) -> SparseExchange:
+            assert isinstance(self.compressor, TopK)
+            return SparseExchange(
+                bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype,
+                self.always_sparse, sums,
+            )  # fmt: skip
+
+        if self.levels is None or self.levels.intra.world_size == 1:
+            return make(bucket, shared, seed)
+        assert isinstance(self.compressor, TopK)
+        return ShardedExchange(bucket, shared, seed, self.levels, self.compressor, self.always_sparse, make)
+
+
+_STATUSES: list[Tensor] = []
+
+
+def status_on(device: torch.device) -> Tensor:
+    """Pinned, so that kernels write where the host reads, in the rare step in which there is something to write.
+
+    Never given back: a kernel on its way when an optimizer is dropped would write into what somebody else got.
+    """
+    status = torch.zeros(3, dtype=torch.int32, pin_memory=device.type == "cuda")
+    if device.type == "cuda":
+        _STATUSES.append(status)
+    return status
+
+
+class Exchanges(Sequence[Exchange]):
+    """All buckets of one front.
+
+    Args:
+        shared: what they have in common.
+        device: where they are.
+        step: number of the next step.
+    """
+
+    def __init__(self, shared: Shared, device: torch.device, step: int) -> None:
+        self.shared, self.device, self.step = shared, device, step
+        # By address, for indexing a tensor takes 30 microseconds of every step.
+        self._said = (ctypes.c_int32 * 3).from_address(shared.status.data_ptr())
+        self._members: list[Exchange] = []
+        self._concluded = torch.cuda.Event() if device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # of an index or a slice, as a list
+        return self._members[index]
+
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter(self._members)
+
+    def plan(self, exchanges: Iterable[Exchange]) -> None:
+        """These are the buckets from now on."""
+        self._members = list(exchanges)
+        clip = self.shared.clip
+        if clip is not None and clip.scope == "model":  # one table, of which every bucket fills in its part
+            counts = [len(e.bucket.segments.numels) for e in self]
+            self.shared.squares = torch.zeros(sum(counts), dtype=torch.float32, device=self.device)
+            for exchange, part in zip(self, self.shared.squares.split(counts), strict=True):
+                exchange.squares = part
+
+    def new_seed(self) -> Tensor:
+        """The device's own count of steps, for one bucket."""
+        if self._members:
+            return self._members[0].seed.clone()
+        return torch.full((1,), self.step, dtype=torch.int32, device=self.device)
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def arrive(self, name_of: Callable[[Tensor], str]) -> None:
+        """Make the current stream (on CPU: the host) wait for all buckets; decide whether the step counts.
+
+        Args:
+            name_of: a parameter's name for messages.
+
+        Raises:
+            RuntimeError: an exchange failed; the message names parameters of its bucket.
+        """
+        for exchange in self:
+            self._wait(exchange, name_of)
+        verdict = self.shared.verdict
+        if verdict is None:
+            return
+        for exchange in self:
+            exchange.read()
+        ops(self.device).verdict.conclude(verdict.nonfinite, verdict.found_inf, verdict.parity, self.shared.status)
+        if self._concluded is not None and not torch.cuda.is_current_stream_capturing():
+            self._concluded.record()
+        for exchange in self:
+            exchange.annul()
+
+    def apply(self, hyper_of: Callable[[Bucket], Hyper] | None) -> None:
+        """Update what the buckets' operands have as parameters; None: take in nothing. The step is over."""
+        for exchange in self:
+            if hyper_of is not None:
+                exchange.apply(hyper_of(exchange.bucket))
+            exchange.bucket.operands.release()
+        self.step += 1
+
+    def _wait(self, exchange: Exchange, name_of: Callable[[Tensor], str]) -> None:
+        try:
+            exchange.wait()
+        except RuntimeError as error:
+            names = ", ".join(name_of(p) for p in exchange.bucket.params[:8])
+            raise RuntimeError(
+                f"the exchange of the bucket with parameters {names} failed in step {self.step}: a rank is gone, or "
+                f"did not reach step() within the process group's timeout ({error})"
+            ) from error
+
+    # ---- what ranks say of failures ----------------------------------------------------------------------------
+
+    def forget_failure(self) -> None:
+        """The caller knows."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what is on its way would say it once more
+        self._said[1] = 0
+
+    def raise_if_peer_failed(self) -> None:
+        """On CPU at once; on CUDA as soon as the device has got there, without waiting for it.
+
+        Raises:
+            RuntimeError: another rank failed, or ranks encode their payloads differently.
+        """
+        said = self._said[1]
+        if said == 0:
+            return
+        self.forget_failure()
+        if said & RANKS_DIFFER.value:
+            raise RuntimeError(
+                "ranks encode their payloads differently, or are at different steps, so that what was sent may have "
+                "been misread and parameters may differ between ranks. Give every rank the same compressors, and "
+                "checkpoints of the same step; then reload model and optimizer from a checkpoint, as the present "
+                "parameters cannot be trusted"
+            )
+        raise RuntimeError(
+            "another rank failed during the exchange; its own error says why. What had been sent was applied on all "
+            "ranks alike"
+        )
+
+    # ---- what is known of it -----------------------------------------------------------------------------------
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped so far; waits until the last step's headers have been read, which precedes its update."""
+        if self._concluded is not None:
+            self._concluded.synchronize()
+        return self._said[2]
+
+    def applied(self) -> int:
+        """Steps taken so far, those of a replayed CUDA graph counted and skipped ones not; asks the device."""
+        return int(self._members[0].seed) if self._members else self.step
+
+    def normalise(self) -> None:
+        """Let the first half of the states be the one that holds: for whoever looks at them from outside."""
+        parity = self.shared.parity
+        if parity is None:
+            return
+        for exchange in self:
+            for first, second in exchange.kept.halves():
+                torch.where(parity == 0, first, second, out=first)
+        parity.zero_()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """What ``CompressedOptimizer.metrics`` documents."""
+        return metrics.of_step(self, self.shared.status, self.device)
