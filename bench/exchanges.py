@@ -10,7 +10,8 @@ topk0.001      fusedcomp.SGD with TopK(0.001), no wrapper; momentum correction a
 topk0.01       TopK(0.01)
 topk0.001_bf16 TopK(0.001) with bf16 values on the wire
 topk0.001_2level the same over two levels: dense inside the node, compressed between nodes
-hook0.001      DistributedDataParallel with fusedcomp's hook, TopK(0.001) and error feedback, and the SGD of the others
+hook0.001      DistributedDataParallel with fusedcomp's hook, TopK(0.001) and error feedback, and the SGD of the others;
+               buckets of 100 MB, as its documentation advises
 ..._graph      nocomm and topk0.001 as replays of a CUDA graph of the whole step: without the host, which in eager mode
                needs about as long for a step as the GPU
 
@@ -37,6 +38,7 @@ from rankset import Unavailable
 LR = 0.01
 MOMENTUM = 0.9
 ITERATION_OF_POWERSGD = 2  # the least it takes with error feedback: DDP still changes its buckets in iteration 1
+_HOOK_CAP_MB = 100
 SETTLING_STEPS = 5  # past that iteration, DDP's rebuilt buckets and the first compilation of every kernel
 
 
@@ -137,7 +139,9 @@ def _topk(density: float, **choices: Any) -> Callable[[nn.Module], Exchange]:
 def _hook(density: float) -> Callable[[nn.Module], Exchange]:
     def build(model: nn.Module) -> Exchange:
         state = CompressionState(TopK(density))
-        wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(
+            model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=_HOOK_CAP_MB
+        )
         wrapped.register_comm_hook(state, compress_hook)
         return Exchange(wrapped, _sgd(model), state)
 

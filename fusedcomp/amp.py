@@ -7,9 +7,12 @@ scaler.step(optimizer)          # or optimizer.step()
 scaler.update()
 """
 
+import math
 from typing import Any
 
 import torch
+
+from fusedcomp.values import is_count
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -39,14 +42,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if not init_scale > 0.0:
-            raise ValueError(f"GradScaler: init_scale must be > 0, got {init_scale!r}")
-        if not growth_factor > 1.0:
-            raise ValueError(f"GradScaler: growth_factor must be > 1, got {growth_factor!r}")
+        if not 0.0 < init_scale < math.inf:
+            raise ValueError(f"GradScaler: init_scale must be finite and > 0, got {init_scale!r}")
+        if not 1.0 < growth_factor < math.inf:
+            raise ValueError(f"GradScaler: growth_factor must be finite and > 1, got {growth_factor!r}")
         if not 0.0 < backoff_factor < 1.0:
             raise ValueError(f"GradScaler: backoff_factor must be in (0, 1), got {backoff_factor!r}")
-        if not growth_interval >= 1:
-            raise ValueError(f"GradScaler: growth_interval must be >= 1, got {growth_interval!r}")
+        if not is_count(growth_interval) or growth_interval < 1:
+            raise ValueError(f"GradScaler: growth_interval must be an integer >= 1, got {growth_interval!r}")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._judged: list[torch.Tensor] = []  # what optimizers said since the last update: f32 (1,)
 

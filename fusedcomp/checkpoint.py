@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
 from fusedcomp.values import is_count
 
 CHECKPOINT_VERSION = 1
+
+
+class Steps(NamedTuple):
+    """How far a run is: schedules go by the sum, what is drawn at random by those that counted."""
+
+    taken: int = 0
+    skipped: int = 0  # void steps
+
+
 _MOST_STEPS = (1 << 31) - 1  # the device counts in 32 bits
 _REQUIRED = ("lr", "momentum", "weight_decay", "nesterov", "maximize")  # torch.optim.SGD's groups have them too
 _PER_ELEMENT = {"velocity", "residual", "momentum_buffer"}
@@ -22,19 +31,19 @@ _STATES = _PER_ELEMENT | {"grad_square_norm", "param_square_norm"}
 _RECORDS = {record.__name__: record for record in (TopK, Identity, MomentumCorrection, Residual, NoMemory)}
 
 
-def encode(state_dict: dict[str, Any], group: Group, step: int) -> dict[str, Any]:
-    """Records become dicts; rank, world size and step are noted in every param group."""
+def encode(state_dict: dict[str, Any], group: Group, steps: Steps) -> dict[str, Any]:
+    """Records become dicts; rank, world size and steps are noted in every param group."""
     for packed in state_dict["param_groups"]:
         packed["compressor"] = encode_record(packed["compressor"])
         packed["memory"] = encode_record(packed["memory"])
-        packed["fusedcomp"] = _origin(group, step)
+        packed["fusedcomp"] = _origin(group, steps)
     return state_dict
 
 
 def decode(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], group: Group
-) -> tuple[dict[str, Any], int, bool]:
-    """Back to what torch loads; the step; and whether the residual in the file is this rank's own.
+) -> tuple[dict[str, Any], Steps, bool]:
+    """Back to what torch loads; the steps; and whether the residual in the file is this rank's own.
 
     A checkpoint without our marks is a torch.optim one: what it lacks is taken from the current param groups.
     """
@@ -62,18 +71,23 @@ def decode(
             del packed[key]
     origin = origins[0] if origins and origins[0] else None
     if origin is None:
-        return {**state_dict, "param_groups": saved}, 0, True
+        return {**state_dict, "param_groups": saved}, Steps(), True
     own = _check_origin(origin, group, "optimizer")
-    return {**state_dict, "param_groups": saved}, int(origin["step"]), own
+    return {**state_dict, "param_groups": saved}, _steps(origin), own
 
 
-def _origin(group: Group, step: int) -> dict[str, int]:
-    return {"version": CHECKPOINT_VERSION, "rank": group.rank, "world_size": group.world_size, "step": step}
+def _origin(group: Group, steps: Steps) -> dict[str, int]:
+    place = {"version": CHECKPOINT_VERSION, "rank": group.rank, "world_size": group.world_size}
+    return {**place, "step": steps.taken, "skipped": steps.skipped}
+
+
+def _steps(origin: Mapping[str, Any]) -> Steps:
+    return Steps(int(origin["step"]), int(origin["skipped"]))
 
 
 def _check_origin(origin: Mapping[str, Any], group: Group, what: str) -> bool:
     """Is it this rank's own file? Refuses what was not written by this version or an earlier one."""
-    for field in ("version", "rank", "world_size", "step"):
+    for field in ("version", "rank", "world_size", "step", "skipped"):
         if not is_count(origin.get(field)) or origin[field] > _MOST_STEPS:
             raise ValueError(f"the checkpoint's {field} must be an integer in [0, 2**31), got {origin.get(field)!r}")
     if origin["version"] > CHECKPOINT_VERSION:
@@ -95,9 +109,9 @@ def _check_origin(origin: Mapping[str, Any], group: Group, what: str) -> bool:
 # ---- of the DDP hook -------------------------------------------------------------------------------------------
 
 
-def encode_hook(states: Mapping[str, Mapping[str, Tensor]], group: Group, step: int) -> dict[str, Any]:
+def encode_hook(states: Mapping[str, Mapping[str, Tensor]], group: Group, steps: Steps) -> dict[str, Any]:
     """What a CompressionState keeps, by parameter name."""
-    return {"fusedcomp": _origin(group, step), "state": {name: dict(kept) for name, kept in states.items()}}
+    return {"fusedcomp": _origin(group, steps), "state": {name: dict(kept) for name, kept in states.items()}}
 
 
 def gather(mine: dict[str, Any], group: Group) -> dict[str, Any]:
@@ -109,8 +123,8 @@ def gather(mine: dict[str, Any], group: Group) -> dict[str, Any]:
 
 def decode_hook(
     state_dict: Mapping[str, Any], params: Mapping[str, Tensor], group: Group
-) -> tuple[dict[str, dict[str, Tensor]], int]:
-    """States by name, and the step."""
+) -> tuple[dict[str, dict[str, Tensor]], Steps]:
+    """States by name, and the steps."""
     if "ranks" in state_dict:
         ranks = state_dict["ranks"]
         state_dict = ranks.get(group.rank, ranks[0])
@@ -131,7 +145,7 @@ def decode_hook(
         name: {field: value for field, value in fields.items() if own or field != "residual"}
         for name, fields in states.items()
     }
-    return kept, int(origin["step"])
+    return kept, _steps(origin)
 
 
 def check_states(

@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,30 @@ def _is_group(value: Any) -> bool:
         return value is None
     outside = isinstance(value, int) and value == dist.GroupMember.NON_GROUP_MEMBER
     return outside or isinstance(value, dist.ProcessGroup)
+
+
+@contextlib.contextmanager
+def _same_count(ranks: list[int], gather: Callable[[int], list[int]]) -> Iterator[None]:
+    """Let these ranks know equally many process groups, for as long as a new one is made.
+
+    torch names a group that only its members make after their number, and finds peers by that name: ranks that
+    take part in different subgroups would wait for each other under different names. (A group of the whole world
+    is named after the calls that all ranks make alike.) The difference is made up by groups of this rank alone.
+    ``gather``: what all of these ranks give.
+    """
+    known = dist.distributed_c10d._world.pg_names
+    key = tuple(sorted(ranks))
+    # Above the last one: where groups were destroyed, a name would be given twice.
+    count = max(gather(max(len(known), _LAST_NAMED.get(key, 0) + 1)))
+    _LAST_NAMED[key] = count
+    alone = []
+    try:
+        while len(known) < count:
+            alone.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+        yield
+    finally:
+        for group in alone:
+            dist.destroy_process_group(group)
 
 
 class Group:
@@ -76,7 +101,12 @@ class Group:
         ranks = sorted({rank for _, ranks in told for rank in ranks})
         if not intra.distributed or len(ranks) == dist.get_world_size():
             return Group(None)
-        return Group(dist.new_group(ranks, use_local_synchronization=True))
+
+        def gather(mine: Any) -> list[Any]:
+            return inter._gather_objects(max(intra._gather_objects(mine, None)), None)
+
+        with _same_count(ranks, gather):
+            return Group(dist.new_group(ranks, use_local_synchronization=True))
 
     @property
     def ranks(self) -> list[int]:
@@ -94,7 +124,8 @@ class Group:
         ranks = self.ranks
         subset = len(ranks) < dist.get_world_size()
         own = copy.copy(self)
-        with self._same_count(ranks, device) if subset else contextlib.nullcontext():
+        gather = functools.partial(self._gather_objects, device=device)
+        with _same_count(ranks, gather) if subset else contextlib.nullcontext():
             own.process_group = dist.new_group(
                 ranks,
                 backend=dist.get_backend(self.process_group),
@@ -102,28 +133,6 @@ class Group:
                 use_local_synchronization=subset,  # ranks outside are not asked
             )
         return own
-
-    @contextlib.contextmanager
-    def _same_count(self, ranks: list[int], device: torch.device | None) -> Iterator[None]:
-        """Let this group's ranks know equally many process groups, for as long as a new one is made.
-
-        torch names a group that only its members make after their number, and finds peers by that name: ranks that
-        take part in different subgroups would wait for each other under different names. (A group of the whole world
-        is named after the calls that all ranks make alike.) The difference is made up by groups of this rank alone.
-        """
-        known = dist.distributed_c10d._world.pg_names
-        key = tuple(sorted(ranks))
-        # Above the last one: where groups were destroyed, a name would be given twice.
-        count = max(self._gather_objects(max(len(known), _LAST_NAMED.get(key, 0) + 1), device))
-        _LAST_NAMED[key] = count
-        alone = []
-        try:
-            while len(known) < count:
-                alone.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
-            yield
-        finally:
-            for group in alone:
-                dist.destroy_process_group(group)
 
     def all_gather(self, out: Tensor, own: Tensor) -> Any:
         """Start gathering ``own`` (nbytes,) of all ranks into ``out`` (world, nbytes); the work, or None when done."""

@@ -9,14 +9,14 @@ as to parameters that are 0 and learn at a rate of -1: they become the averages.
 loss scale, memory is kept without it and the rate is the scale's negative.
 
     launch   a bucket is compressed and sent, on a stream beside backward, as soon as DDP has filled it
-    finish   with the last bucket of a backward: wait (the device does), judge, write averages, complete all futures
+    finish   with the last bucket of a backward: send what is never compressed, of all buckets at once; wait (the device
+             does), judge, write averages, complete all futures
 
 Memory belongs to the parameter: DDP arranges its buckets anew after the first step, and states move along.
 """
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedcomp import checkpoint, checks
 from fusedcomp.amp import scale_of
 from fusedcomp.buckets import Bucket, Treatment, build_bucket, copy_states
+from fusedcomp.checkpoint import Steps
 from fusedcomp.compressors import Compressor, TopK
-from fusedcomp.exchange import Clip, Exchange, Hyper, Shared, Verdict
+from fusedcomp.ddp_parts import Entry, MomentumWatch, Part, named
+from fusedcomp.exchange import Clip, Hyper, Shared, Verdict
 from fusedcomp.exchanges import Exchanges, Plan, status_on
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.levels import resolve
@@ -38,40 +39,6 @@ from fusedcomp.memories import Memory, MomentumCorrection, Residual
 from fusedcomp.values import plain
 
 GradBucket = Any  # torch.distributed.GradBucket, which stubs do not know
-
-
-class _Entry:
-    """One of DDP's buckets: its parameters, and by position what is compressed of it and what is not."""
-
-    def __init__(self, params: Sequence[Tensor], parts: Sequence[tuple[list[int], Exchange]]) -> None:
-        self.params, self.parts = params, parts
-        self.grads: list[Tensor] = []  # of this step: parts of DDP's buffer
-        self.buffer: Tensor
-        self.future: Future[Tensor]
-
-    def take(self, bucket: GradBucket) -> Future[Tensor]:
-        """What DDP hands over in this step, and what it will wait for."""
-        self.grads, self.buffer = bucket.gradients(), bucket.buffer()
-        on_gpu = self.buffer.is_cuda
-        self.future = Future(devices=[self.buffer.device]) if on_gpu else Future()
-        return self.future
-
-    def _inputs(self, positions: list[int], exchange: Exchange) -> list[Tensor | None]:
-        """Gradients; None where backward left none: DDP's buffer has zeros there, which mean nothing."""
-        exchange.bucket.operands.params = targets = [self.grads[i] for i in positions]
-        pairs = zip(positions, targets, strict=True)
-        return [None if self.params[i].grad is None else target for i, target in pairs]
-
-    def measure(self) -> None:
-        """Norms of the gradients."""
-        for positions, exchange in self.parts:
-            exchange.bucket.operands.update(self._inputs(positions, exchange))
-            exchange.measure()
-
-    def launch(self, hyper: Hyper, step: int) -> None:
-        """Start the exchange on the current stream."""
-        for positions, exchange in self.parts:
-            exchange.launch(self._inputs(positions, exchange), hyper, step)
 
 
 class CompressionState:
@@ -122,6 +89,7 @@ class CompressionState:
     ) -> None:
         self._group, self._levels = resolve(process_group)
         with self._group.refusing():
+            checks.flag("CompressionState: nesterov", nesterov)
             checks.momenta("CompressionState", momentum, nesterov)
             self.momentum, self.nesterov = plain(momentum), nesterov
             self.memory = memory or (MomentumCorrection() if momentum > 0 else Residual())
@@ -131,7 +99,7 @@ class CompressionState:
                 checks.levels({**vars(self), "params": []}, self._name_of)
             if grad_scaler is not None and not grad_scaler.is_enabled():
                 self.grad_scaler = None
-            self._names = _named(params)
+            self._names = named(params)
         self._clip = None if max_grad_norm is None else Clip(max_grad_norm, clip_scope)
         self._may_skip = skip_nonfinite or self.grad_scaler is not None
         fields = ("compressor", "memory", "momentum", "nesterov", "state_dtype")
@@ -140,12 +108,14 @@ class CompressionState:
         self._group.agree(settings, None)
         self._group = self._group.private(None)
         self._levels = None if self._levels is None else self._levels.private(None)
-        self._step = 0
+        self._steps = Steps()  # when what follows is made
         self._exchanges: Exchanges | None = None  # made with the first bucket, which says on which device
-        self._entries: dict[tuple[int, ...], _Entry] = {}
-        self._pending: list[_Entry] = []
+        self._verdict: Verdict | None = None  # outlives them: optimizers hold its found_inf
+        self._entries: dict[tuple[int, ...], Entry] = {}
+        self._rest: dict[torch.dtype, Part] = {}  # what is never compressed, of all of DDP's buckets
+        self._pending: list[Entry] = []
         self._loaded: dict[str, dict[str, Tensor]] = {}
-        self._watch = _MomentumWatch(self) if self.momentum > 0 else None
+        self._watch = MomentumWatch(self) if self.momentum > 0 else None
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -160,7 +130,8 @@ class CompressionState:
             self._pending.append(entry)
             future = entry.take(bucket)
             if not self._measures:
-                entry.launch(self._hyper(), self._exchanges.step)
+                for part in entry.parts:
+                    part.launch(self._hyper(), self._exchanges.step)
             if bucket.is_last():
                 self._finish(self._exchanges)
         if bucket.is_last():
@@ -183,9 +154,10 @@ class CompressionState:
         if self._exchanges is None or self._exchanges.device != device:
             if self._exchanges is not None:
                 raise RuntimeError(f"the model was moved from {self._exchanges.device} to {device}; build a new state")
-            verdict = Verdict(device) if self._may_skip else None
-            shared = Shared(self._group, status_on(device), self._clip, verdict, self.grad_scaler is not None)
-            self._exchanges = Exchanges(shared, device, self._step)
+            if self._may_skip and self._verdict is None:
+                self._verdict = Verdict(device)
+            shared = Shared(self._group, status_on(device), self._clip, self._verdict, self.grad_scaler is not None)
+            self._exchanges = Exchanges(shared, device, self._steps)
             self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
             self._rate = torch.full((1,), -1.0, dtype=torch.float32, device=device)
             self._sums = torch.zeros(0, dtype=torch.float32, device=device)
@@ -201,16 +173,19 @@ class CompressionState:
     def _finish(self, exchanges: Exchanges) -> None:
         """All buckets of this backward are here."""
         pending, self._pending = self._pending, []
-        members = [exchange for entry in pending for _, exchange in entry.parts]
+        self._gather_rest(pending)
+        rest = list(self._rest.values())
+        parts = [part for entry in pending for part in entry.parts] + rest
+        members = [part.exchange for part in parts]
         if members != list(exchanges):
             exchanges.plan(members)
-            used = {id(entry) for entry in pending}
+            used = set(map(id, pending))
             self._entries = {key: entry for key, entry in self._entries.items() if id(entry) in used}
         if self._measures:
-            for entry in pending:
-                entry.measure()
-            for entry in pending:
-                entry.launch(self._hyper(), exchanges.step)
+            for part in parts:
+                part.measure()
+        for part in parts if self._measures else rest:
+            part.launch(self._hyper(), exchanges.step)
         exchanges.arrive(self._name_of)
         found_inf = exchanges.shared.found_inf
         for entry in pending:
@@ -222,6 +197,13 @@ class CompressionState:
         for entry in pending:
             entry.grads = []
             entry.future.set_result(entry.buffer)
+        if self._loaded:
+            names, self._loaded = sorted(self._loaded), {}
+            warnings.warn(
+                f"the checkpoint's states of {', '.join(names[:8])} are of no use here and were dropped: nothing keeps "
+                "any for them, or of two levels another rank of this node does",
+                stacklevel=2,
+            )
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -238,31 +220,43 @@ class CompressionState:
 
     # ---- buckets -----------------------------------------------------------------------------------------------
 
-    def _entry(self, bucket: GradBucket) -> _Entry:
+    def _entry(self, bucket: GradBucket) -> Entry:
         """What this bucket was compressed with last time; made, with the states of its parameters, if it is new."""
         params = bucket.parameters()
         key = tuple(map(id, params))
         if key not in self._entries:
-            parts: dict[bool, list[int]] = {}
-            for index, param in enumerate(params):
-                large = param.ndim > 1 and param.numel() >= BLOCK
-                parts.setdefault(large and isinstance(self.compressor, TopK), []).append(index)
             dtype = bucket.buffer().dtype
-            checks.gradient_dtype(dtype, self._levels is not None)
-            self._entries[key] = _Entry(
-                params, [(part, self._part(sparse, [params[i] for i in part], dtype)) for sparse, part in parts.items()]
-            )
+            compresses = isinstance(self.compressor, TopK)
+            checks.gradient_dtype(dtype, compresses and self._levels is not None)
+            entry = Entry(params)
+            large = [i for i, p in enumerate(params) if p.ndim > 1 and p.numel() >= BLOCK]
+            # With Identity() nothing is small: a part of its own for every bucket, which leaves with it.
+            at_once = large if compresses else list(range(len(params)))
+            entry.rest = sorted(set(range(len(params))) - set(at_once))
+            if at_once:
+                entry.parts = [self._part(compresses, [(entry, i) for i in at_once], dtype)]
+            self._entries[key] = entry
         return self._entries[key]
 
-    def _part(self, sparse: bool, params: list[Tensor], dtype: torch.dtype) -> Exchange:
+    def _gather_rest(self, pending: Sequence[Entry]) -> None:
+        """What is never compressed is small: one exchange for all of it instead of one for every bucket."""
+        sources: dict[torch.dtype, list[tuple[Entry, int]]] = {}
+        for entry in pending:
+            sources.setdefault(entry.buffer.dtype, []).extend((entry, i) for i in entry.rest)
+        for dtype, those in sources.items():
+            if those and (dtype not in self._rest or self._rest[dtype].sources != those):
+                self._rest[dtype] = self._part(False, those, dtype)
+
+    def _part(self, sparse: bool, sources: list[tuple[Entry, int]], dtype: torch.dtype) -> Part:
         assert self._exchanges is not None
+        params = [entry.params[i] for entry, i in sources]
         treatment = Treatment(group=0, sparse=sparse, trust=False, decay=False, dtype=dtype)
         bucket = build_bucket(treatment, params, getattr(self.compressor, "scope", "bucket") == "tensor")
         plan = Plan(self.compressor, self.memory, self.momentum > 0, self.state_dtype, self._levels)
         sums = None if dtype == torch.float32 else self._room(bucket.segments.padded_numel)
         exchange = plan.exchange(bucket, self._exchanges.shared, self._seed.clone(), sums)
         copy_states([exchange.kept], {param: self._kept(param) for param in exchange.kept.params})
-        return exchange
+        return Part(exchange, sources)
 
     def _room(self, numel: int) -> Tensor:
         """Where sums over ranks of 16-bit gradients are formed, one bucket after another."""
@@ -281,11 +275,12 @@ class CompressionState:
         return self._loaded.pop(self._names.get(param, ""), {})
 
     def _homes(self, param: Tensor) -> Iterator[tuple[Bucket, int]]:
-        for entry in self._entries.values():
-            for _, exchange in entry.parts:
-                for position, member in enumerate(exchange.kept.params):
-                    if member is param:
-                        yield exchange.kept, position
+        parts = [part for entry in self._entries.values() for part in entry.parts]
+        for part in [*parts, *self._rest.values()]:
+            kept = part.exchange.kept
+            for position, member in enumerate(kept.params):
+                if member is param:
+                    yield kept, position
 
     def _name_of(self, param: Tensor) -> str:
         return repr(self._names[param]) if param in self._names else f"of shape {tuple(param.shape)}"
@@ -294,7 +289,7 @@ class CompressionState:
 
     @property
     def found_inf(self) -> Tensor:
-        """f32, one number on the device: 1 if the last step had a NaN or inf on any rank. Needs skip_nonfinite.
+        """f32 (), on the device: 1 if the last step had a NaN or inf on any rank. Needs skip_nonfinite.
 
         torch's fused optimizers skip the step by themselves: ``optimizer.found_inf = state.found_inf``, once, after the
         first backward.
@@ -302,14 +297,14 @@ class CompressionState:
         Raises:
             RuntimeError: steps are not skipped, or there was no backward yet.
         """
-        if self._exchanges is None or self._exchanges.shared.found_inf is None:
+        if self._verdict is None:
             raise RuntimeError("found_inf needs skip_nonfinite=True (or a grad_scaler), and a backward before")
-        return self._exchanges.shared.found_inf
+        return self._verdict.found_inf.view(())
 
     @property
     def skipped(self) -> int:
         """Steps that were void so far; as ``SGD.skipped``."""
-        return 0 if self._exchanges is None else self._exchanges.skipped
+        return self._steps.skipped if self._exchanges is None else self._exchanges.skipped
 
     def metrics(self) -> dict[str, Tensor]:
         """What the last step did; as ``SGD.metrics``.
@@ -335,14 +330,14 @@ class CompressionState:
         """
         if not self._names:
             raise ValueError("state_dict() needs names: build CompressionState with params=model.named_parameters()")
-        step, states = self._step, dict(self._loaded)
+        steps, states = self._steps, dict(self._loaded)
         if self._exchanges is not None:
-            step = self._exchanges.applied()
+            steps = self._exchanges.steps()
             self._exchanges.normalise()
         for param, name in self._names.items():
             for bucket, position in self._homes(param):
                 states[name] = {key: view.detach().clone() for key, view in bucket.views(position).items()}
-        mine = checkpoint.encode_hook(states, self._group, step)
+        mine = checkpoint.encode_hook(states, self._group, steps)
         if not all_ranks:
             return mine
         return checkpoint.gather(mine, self._group)
@@ -359,10 +354,12 @@ class CompressionState:
             raise ValueError(
                 "load_state_dict() needs names: build CompressionState with params=model.named_parameters()"
             )
-        states, step = checkpoint.decode_hook(state_dict, {name: p for p, name in self._names.items()}, self._group)
-        self._step = step
-        self._loaded = states
-        self._exchanges, self._entries, self._pending = None, {}, []  # made anew by the next backward
+        states, steps = checkpoint.decode_hook(state_dict, {name: p for p, name in self._names.items()}, self._group)
+        self._steps, self._loaded = steps, states
+        # Made anew by the next backward, with first halves that hold.
+        self._exchanges, self._entries, self._rest, self._pending = None, {}, {}, []
+        if self._verdict is not None:
+            self._verdict.parity.zero_()
 
 
 def compress_hook(state: CompressionState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -379,49 +376,3 @@ def compress_hook(state: CompressionState, bucket: dist.GradBucket) -> Future[Te
         RuntimeError: another rank failed, or ranks encode their payloads differently.
     """
     return state.exchange(bucket)
-
-
-def _named(params: Any) -> dict[Tensor, str]:
-    """Parameter -> name; a position where none was given."""
-    named: dict[Tensor, str] = {}
-    for index, item in enumerate([] if params is None else params):
-        name, param = item if isinstance(item, tuple) else (str(index), item)
-        if not isinstance(param, Tensor):
-            raise TypeError(f"params must be parameters or (name, parameter) pairs, got {param!r}")
-        named.setdefault(param, name.removeprefix("module."))
-    return named
-
-
-class _MomentumWatch:
-    """Warns when an optimizer with momentum first steps the parameters of a state that has momentum too."""
-
-    def __init__(self, state: CompressionState) -> None:
-        weak = weakref.ref(state)
-
-        def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            state = weak()
-            if state is not None and not self.done:
-                self._look(state, optimizer)
-
-        self.done = False
-        self._handle = register_optimizer_step_pre_hook(look)
-        weakref.finalize(state, self._handle.remove)
-
-    def close(self) -> None:
-        """Not from within an optimizer's step, which goes through the hooks."""
-        if self.done:
-            self._handle.remove()
-
-    def _look(self, state: CompressionState, optimizer: torch.optim.Optimizer) -> None:
-        mine = {id(p) for entry in state._entries.values() for p in entry.params}
-        for group in optimizer.param_groups:
-            if mine.isdisjoint(map(id, group["params"])):
-                continue
-            self.done = True
-            if group.get("momentum", 0.0) or "betas" in group:
-                warnings.warn(
-                    f"{type(optimizer).__name__} has momentum (or betas), and so has the compression hook "
-                    f"(momentum={state.momentum}): it is applied twice. Take it out of one of them",
-                    stacklevel=5,
-                )
-                return

@@ -106,7 +106,7 @@ class Exchange(ABC):
         self.kept = bucket  # the one that holds the states
         self.work: Any = None
         self.nbytes = 0  # handed to the collective in this step
-        self.nbytes_intra = 0  # of these, where there are two levels: inside the node
+        self.nbytes_intra = 0  # besides, where there are two levels: inside the node
 
     @abstractmethod
     def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedcomp import metrics
 from fusedcomp._dispatch import ops
 from fusedcomp.buckets import Bucket
+from fusedcomp.checkpoint import Steps
 from fusedcomp.compressors import Compressor, TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import RANKS_DIFFER
@@ -73,11 +74,12 @@ class Exchanges(Sequence[Exchange]):
     Args:
         shared: what they have in common.
         device: where they are.
-        step: number of the next step.
+        begun: how far the run was.
     """
 
-    def __init__(self, shared: Shared, device: torch.device, step: int) -> None:
-        self.shared, self.device, self.step = shared, device, step
+    def __init__(self, shared: Shared, device: torch.device, begun: Steps) -> None:
+        self.shared, self.device, self._begun = shared, device, begun
+        self.step = sum(begun)  # the number of the next one, as the host counts: replays of a graph it does not see
         # By address, for indexing a tensor takes 30 microseconds of every step.
         self._said = (ctypes.c_int32 * 3).from_address(shared.status.data_ptr())
         self._members: list[Exchange] = []
@@ -106,7 +108,7 @@ class Exchanges(Sequence[Exchange]):
         """The device's own count of steps, for one bucket."""
         if self._members:
             return self._members[0].seed.clone()
-        return torch.full((1,), self.step, dtype=torch.int32, device=self.device)
+        return torch.full((1,), self._begun.taken, dtype=torch.int32, device=self.device)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class Exchanges(Sequence[Exchange]):
             names = ", ".join(name_of(p) for p in exchange.bucket.params[:8])
             raise RuntimeError(
                 f"the exchange of the bucket with parameters {names} failed in step {self.step}: a rank is gone, or "
-                f"did not reach step() within the process group's timeout ({error})"
+                f"did not reach the end of its step within the process group's timeout ({error})"
             ) from error
 
     # ---- what ranks say of failures ----------------------------------------------------------------------------
@@ -187,11 +189,12 @@ class Exchanges(Sequence[Exchange]):
         """Steps skipped so far; waits until the last step's headers have been read, which precedes its update."""
         if self._concluded is not None:
             self._concluded.synchronize()
-        return self._said[2]
+        return self._begun.skipped + self._said[2]
 
-    def applied(self) -> int:
-        """Steps taken so far, those of a replayed CUDA graph counted and skipped ones not; asks the device."""
-        return int(self._members[0].seed) if self._members else self.step
+    def steps(self) -> Steps:
+        """How far the run is, replays of a CUDA graph counted; asks the device."""
+        taken = int(self._members[0].seed) if self._members else self.step - self._begun.skipped
+        return Steps(taken, self.skipped)
 
     def normalise(self) -> None:
         """Let the first half of the states be the one that holds: for whoever looks at them from outside."""
@@ -205,4 +208,4 @@ class Exchanges(Sequence[Exchange]):
 
     def metrics(self) -> dict[str, Tensor]:
         """What ``CompressedOptimizer.metrics`` documents."""
-        return metrics.of_step(self, self.shared.status, self.device)
+        return metrics.of_step(self, self.shared.status, self._begun.skipped, self.device)

@@ -12,8 +12,8 @@ from torch import Tensor
 from fusedcomp.exchange import Exchange
 
 
-def of_step(exchanges: Sequence[Exchange], status: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """What ``CompressedOptimizer.metrics`` documents."""
+def of_step(exchanges: Sequence[Exchange], status: Tensor, skipped: int, device: torch.device) -> dict[str, Tensor]:
+    """What ``CompressedOptimizer.metrics`` documents. ``skipped``: before this run."""
     parts = [part for exchange in exchanges if (part := exchange.metrics())]
 
     def total(name: str, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -34,5 +34,5 @@ def of_step(exchanges: Sequence[Exchange], status: Tensor, device: torch.device)
         ),
         "residual_norm": total("residual_square_norm", torch.float64).sqrt().float(),
         "nonfinite": status[0].to(device, torch.int64, non_blocking=True, copy=True),
-        "skipped": status[2].to(device, torch.int64, non_blocking=True, copy=True),
+        "skipped": status[2].to(device, torch.int64, non_blocking=True, copy=True) + skipped,
     }

@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedcomp import checkpoint, checks
 from fusedcomp.amp import GradScaler, scale_of
 from fusedcomp.buckets import Bucket, Treatment, copy_states, plan_buckets, positions
+from fusedcomp.checkpoint import Steps
 from fusedcomp.compressors import Identity, TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared, Verdict
 from fusedcomp.exchanges import Exchanges, Plan, status_on
@@ -53,7 +54,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         device = self._agree_and_broadcast(self.param_groups)
         self._group = self._group.private(device)
         self._levels = None if self._levels is None else self._levels.private(device)
-        self._share()
+        self._share(Steps())
         self._build({})
         self._ready = True
 
@@ -112,7 +113,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             dtype=param.dtype,
         )
 
-    def _share(self, step: int = 0) -> None:
+    def _share(self, begun: Steps) -> None:
         """What outlives a plan of buckets: the group, what ranks say of failures, the verdict, the count of steps."""
         params = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
         device = params[0].device if params else torch.device("cpu")
@@ -121,7 +122,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._group, status_on(device), settings.clip, Verdict(device) if settings.may_skip else None,
             settings.has_loss_scale,
         )  # fmt: skip
-        self._exchanges = Exchanges(shared, device, step)
+        self._exchanges = Exchanges(shared, device, begun)
 
     def _build(self, kept: dict[Tensor, dict[str, Any]]) -> None:
         """Plan the buckets anew, taking over per-parameter states; hooks, buffers and views follow."""
@@ -133,7 +134,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._buckets = plan_buckets(params, int(self._settings.bucket_cap_mb * 2**20), scopes)
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         if device != self._exchanges.device:
-            self._share(self._exchanges.step)
+            self._share(self._exchanges.steps())
         self._lr = [torch.zeros(1, dtype=torch.float32, device=device) for _ in self.param_groups]
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
@@ -365,11 +366,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's; plain data and tensors. Rank-local: save it on every rank.
 
-        Residual and velocity of this rank are its own; the dict records rank, world size and step.
+        Residual and velocity of this rank are its own; the dict records rank, world size and steps. Nothing changes.
         """
-        self._exchanges.step = self._exchanges.applied()  # replays of a CUDA graph are counted by the device alone
         self._exchanges.normalise()
-        return checkpoint.encode(super().state_dict(), self._group, self._exchanges.step)
+        return checkpoint.encode(super().state_dict(), self._group, self._exchanges.steps())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of the same rank gave; also a torch.optim.SGD checkpoint.
@@ -382,7 +382,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 in the file that this optimizer would refuse at construction. Nothing has been loaded then.
         """
         self._refuse_if_launched("load_state_dict()")
-        decoded, step, own = checkpoint.decode(state_dict, self.param_groups, self._group)
+        decoded, steps, own = checkpoint.decode(state_dict, self.param_groups, self._group)
         for packed in decoded["param_groups"]:
             self._resolve(packed)
             checks.group(packed, type(self).__name__, self._settings.state_dtype)
@@ -390,7 +390,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if own and self._levels is not None:
             checkpoint.check_places(decoded, self.param_groups, self.state, self.name_of)
         super().load_state_dict(decoded)
-        self._share(step)
+        self._share(steps)
         # Not self.state: torch has cast what it took to the type of the parameter.
         loaded = {
             param: decoded["state"].get(key, {})
@@ -401,7 +401,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._exchanges.normalise()
-        return {**super().__getstate__(), "_settings": self._settings, "_step": self._exchanges.step}
+        return {**super().__getstate__(), "_settings": self._settings, "_steps": self._exchanges.steps()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -410,7 +410,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._ready = False
         # A copy goes on in its original's group; making one would need all ranks.
         self._group, self._levels = state.get("_ranks") or resolve(self._settings.process_group)
-        self._share(self.__dict__.pop("_step"))
+        self._share(self.__dict__.pop("_steps"))
         self._build(dict(self.state))
         self._ready = True
 

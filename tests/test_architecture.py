@@ -21,7 +21,7 @@ LAYERS = (
     {"_dispatch", "wire", "buckets", "values", "amp"},
     {"compressors", "memories", "collectives", "rules"},
     {"checks", "checkpoint", "buffers", "exchange", "pipeline", "levels"},
-    {"metrics", "exchanges", "settings", "overlap", "optimizer", "optim", "ddp", "modules"},
+    {"metrics", "exchanges", "settings", "overlap", "optimizer", "optim", "ddp", "ddp_parts", "modules"},
     {"__init__"},  # the public names
     {"demo", "doctor", "plan", "__main__"},
 )

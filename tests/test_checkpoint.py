@@ -103,7 +103,7 @@ def test_plain_data_only() -> None:
         "name": "TopK", "density": 0.01, "warmup_steps": 0, "selection": "exact", "scope": "bucket",
         "wire_dtype": "torch.float32",
     }  # fmt: skip
-    assert group["fusedcomp"] == {"version": 1, "rank": 0, "world_size": 1, "step": 0}
+    assert group["fusedcomp"] == {"version": 1, "rank": 0, "world_size": 1, "step": 0, "skipped": 0}
 
 
 def test_a_torch_sgd_checkpoint_loads() -> None:

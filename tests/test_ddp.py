@@ -460,6 +460,31 @@ def test_void_steps_without_a_scaler() -> None:
     assert all(run(_void, 2))
 
 
+def _fused(rank: int, world: int) -> bytes:
+    """torch's fused optimizers skip by themselves what the hook says was void, whatever was loaded in between."""
+    model = net()
+    state = CompressionState(TopK(0.05), model.named_parameters(), skip_nonfinite=True)
+    ddp = wrapped(model, state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for number in range(6):
+        optimizer.zero_grad()
+        void = number in (2, 4)
+        (loss_of(ddp, rank, number) * (float("inf") if void and rank == 0 else 1.0)).backward()
+        optimizer.found_inf = state.found_inf if number == 0 else optimizer.found_inf
+        before = digest(model)
+        optimizer.step()
+        assert (digest(model) == before) == void
+        if number == 3:
+            state.load_state_dict(state.state_dict())
+    assert state.skipped == 2
+    return digest(model)
+
+
+def test_found_inf_of_fused_optimizers() -> None:
+    first, second = run(_fused, 2)
+    assert first == second
+
+
 # ---- what users do wrong -------------------------------------------------------------------------------------------
 
 
@@ -500,6 +525,34 @@ def test_two_momenta_warn_once() -> None:
 )
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     assert words in message_of(lambda: CompressionState(**({"compressor": TopK(0.1)} | options)))
+
+
+def test_names_keep_what_is_not_ddps_prefix() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(64, 64))
+    model.module = nn.Linear(64, 64)
+    state = CompressionState(TopK(0.1), model.named_parameters())
+    assert sorted(state._names.values()) == ["module.bias", "module.weight", "weight"]
+    outer = nn.Module()
+    outer.module = model
+    state = CompressionState(TopK(0.1), outer.named_parameters())
+    assert sorted(state._names.values()) == ["module.bias", "module.weight", "weight"]
+
+
+def _launches(rank: int, world: int) -> tuple[int, int]:
+    """What is never compressed is one exchange, whatever the number of DDP's buckets."""
+    model = net()
+    state = CompressionState(TopK(0.05))
+    ddp = wrapped(model, state, bucket_cap_mb=0.001)
+    for number in range(3):
+        model.zero_grad()
+        loss_of(ddp, rank, number).backward()
+    sparse = sum(exchange.bucket.treatment.sparse for exchange in state._exchanges)
+    return sparse, len(state._exchanges) - sparse
+
+
+def test_one_exchange_for_what_is_never_compressed() -> None:
+    assert run(_launches, 2) == [(2, 1), (2, 1)]
 
 
 def _differ(rank: int, world: int) -> list[str]:

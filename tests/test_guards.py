@@ -228,6 +228,35 @@ def test_resume_in_the_second_half() -> None:
         assert digest(model) == digest(other)
 
 
+def _saved_on_one_rank(rank: int, world: int) -> bytes:
+    """A void step in a warm-up, then a checkpoint of one rank: saving changes nothing, schedules go on by attempts."""
+    config = {"compressor": TopK(0.01, warmup_steps=10), "momentum": 0.9}
+    model, resumed = net(), net()
+    optimizer = build(model, config, skip_nonfinite=True)
+    for number in range(4):
+        step(model, optimizer, rank, number, float("nan") if number == 2 else 1.0)
+    if rank == 0:
+        optimizer.state_dict()
+    weights = copy.deepcopy(model.state_dict())
+    for number in range(4, 14):
+        if number == 5:
+            saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        step(model, optimizer, rank, number)
+    resumed.load_state_dict(weights)
+    other = build(resumed, config, skip_nonfinite=True)
+    other.load_state_dict(saved)
+    assert other.skipped == int(other.metrics()["skipped"]) == 1
+    for number in range(5, 14):
+        step(resumed, other, rank, number)
+    assert digest(model) == digest(resumed)
+    return digest(model)
+
+
+def test_saving_in_a_warm_up_with_void_steps() -> None:
+    first, second = run(_saved_on_one_rank, 2)
+    assert first == second
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from([1.0, float("inf"), float("nan"), -float("inf")]), min_size=1, max_size=12))
 def test_any_order_of_void_steps(factors: list[float]) -> None:
@@ -327,7 +356,14 @@ def test_a_scaler_of_the_wrong_kind_and_misuse() -> None:
     assert "step first" in message_of(scaler.update)
     loss_of(model, 0, 0).backward()  # not scaled
     assert "scaled no loss" in message_of(optimizer.step)
-    for options in ({"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}):
+    for options in (
+        {"init_scale": 0.0},
+        {"init_scale": float("inf")},
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"growth_interval": 0},
+        {"growth_interval": 1.5},
+    ):
         assert next(iter(options)) in message_of(lambda o=options: GradScaler("cpu", **o))
     plain = torch.amp.GradScaler("cpu")
     plain.scale(torch.ones(()))
