@@ -188,14 +188,11 @@ class ShardedExchange(Exchange):
 
     def _prepare(self, step: int) -> None:
         """Room for what all shards send: as the density has it, the same on all ranks."""
-        if self.compressor.density_at(step) == self.density:
+        density = self.compressor.density_at(step)
+        if density == self.density:
             return
-        self.density, nodes, trust = (
-            self.compressor.density_at(step),
-            self.levels.inter.world_size,
-            self.trust is not None,
-        )
-        shards = list(self.shards.values())
+        self.density = density
+        nodes, trust, shards = self.levels.inter.world_size, self.trust is not None, list(self.shards.values())
         layouts = [layout_of(self.compressor, shard.bucket.segments, trust, step) for shard in shards]
         numels = [shard.bucket.segments.numel for shard in shards]
         dense = not self.always_sparse and any(

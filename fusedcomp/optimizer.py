@@ -70,10 +70,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 super().add_param_group(param_group)
                 group = self.param_groups[-1]
                 self._resolve(group)
-                checks.group(group, type(self).__name__, self._settings.state_dtype)
+                self._check(group)
                 checks.parameters([p for g in self.param_groups for p in g["params"]], self.name_of)
-                if self._levels is not None:
-                    checks.levels(group, self.name_of)
             if self._ready:
                 self._agree_and_broadcast([group])
         except Exception:
@@ -81,6 +79,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
             raise
         if self._ready:
             self._build(dict(self.state))
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Numbers and records of a param group; before ``checks.parameters``, which says what is no parameter."""
+        checks.group(group, type(self).__name__, self._settings.state_dtype)
+        if self._levels is not None:
+            checks.levels(group, self.name_of)
 
     def _resolve(self, group: dict[str, Any]) -> None:
         """Fill in what depends on other choices; numpy's numbers and bools become Python's."""
@@ -300,7 +304,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._refuse_if_launched("zero_grad()")
             if any(self._has_new_plan(index) for index in range(len(self.param_groups))):
                 for group in self.param_groups:
-                    checks.group(group, type(self).__name__, self._settings.state_dtype)
+                    self._check(group)
                 self._build(checkpoint.adopt(dict(self.state), keep_residual=True))
             self._backward.reset()
         super().zero_grad(set_to_none)
@@ -385,7 +389,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         decoded, steps, own = checkpoint.decode(state_dict, self.param_groups, self._group)
         for packed in decoded["param_groups"]:
             self._resolve(packed)
-            checks.group(packed, type(self).__name__, self._settings.state_dtype)
+            self._check({**packed, "params": []})
         checkpoint.check_states(decoded, self.param_groups, self.name_of)
         if own and self._levels is not None:
             checkpoint.check_places(decoded, self.param_groups, self.state, self.name_of)

@@ -289,6 +289,16 @@ def test_the_ddp_hook_on_two_levels() -> None:
     assert len(set(run(_hook, 4))) == 1
 
 
+def _changed(rank: int, world: int) -> str:
+    optimizer = build(net(), {"compressor": TENSOR, "momentum": 0.9}, process_group=grid(rank, world))
+    optimizer.param_groups[0]["memory"] = Residual()
+    return message_of(optimizer.zero_grad)
+
+
+def test_a_memory_that_is_refused_is_refused_later_too() -> None:
+    assert all("MomentumCorrection()" in message for message in run(_changed, 4))
+
+
 def _refused(rank: int, world: int) -> list[str]:
     intra, inter = grid(rank, world)
     crossed = grid(rank, world, 1)[1]  # all four
