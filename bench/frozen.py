@@ -102,7 +102,7 @@ class Frozen:
         """The whole compress side, by the pipeline's own code: what runs during backward."""
         for exchange, grads in zip(self.exchanges, self.grads, strict=True):
             if only is None or exchange in only:
-                exchange.launch(grads, self.hyper(exchange, weight_decay), self.optimizer._step)
+                exchange.launch(grads, self.hyper(exchange, weight_decay), self.optimizer._exchanges.step)
 
     def compress(self, weight_decay: float = 0.0) -> None:
         """The same of what is compressed alone: sample, pass, refine, pack."""
