@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusedcomp.values import is_count
+from fusedcomp.values import is_count, is_flag, is_number
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -42,14 +42,18 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if not 0.0 < init_scale < math.inf:
+        if not is_number(init_scale) or not 0.0 < init_scale < math.inf:
             raise ValueError(f"GradScaler: init_scale must be finite and > 0, got {init_scale!r}")
-        if not 1.0 < growth_factor < math.inf:
+        if not is_number(growth_factor) or not 1.0 < growth_factor < math.inf:
             raise ValueError(f"GradScaler: growth_factor must be finite and > 1, got {growth_factor!r}")
-        if not 0.0 < backoff_factor < 1.0:
+        if not is_number(backoff_factor) or not 0.0 < backoff_factor < 1.0:
             raise ValueError(f"GradScaler: backoff_factor must be in (0, 1), got {backoff_factor!r}")
         if not is_count(growth_interval) or growth_interval < 1:
             raise ValueError(f"GradScaler: growth_interval must be an integer >= 1, got {growth_interval!r}")
+        if not is_flag(enabled):
+            raise TypeError(f"GradScaler: enabled must be True or False, got {enabled!r}")
+        if torch.device(device).type not in ("cuda", "cpu"):
+            raise ValueError(f"GradScaler: device must be 'cuda' or 'cpu', got {device!r}")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._judged: list[torch.Tensor] = []  # what optimizers said since the last update: f32 (1,)
 

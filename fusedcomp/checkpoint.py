@@ -125,20 +125,24 @@ def decode_hook(
     state_dict: Mapping[str, Any], params: Mapping[str, Tensor], group: Group
 ) -> tuple[dict[str, dict[str, Tensor]], Steps]:
     """States by name, and the steps."""
-    if "ranks" in state_dict:
-        ranks = state_dict["ranks"]
-        state_dict = ranks.get(group.rank, ranks[0])
-    if "fusedcomp" not in state_dict or "state" not in state_dict:
-        raise ValueError(f"the checkpoint is not one of a CompressionState: its keys are {sorted(state_dict)}")
-    origin, states = state_dict["fusedcomp"], state_dict["state"]
+    ranks = state_dict.get("ranks") if isinstance(state_dict, Mapping) else None
+    if isinstance(ranks, Mapping) and ranks:
+        state_dict = ranks.get(group.rank, next(iter(ranks.values())))
+    known = state_dict if isinstance(state_dict, Mapping) else {}
+    origin, states = known.get("fusedcomp"), known.get("state")
+    if not isinstance(origin, Mapping) or not isinstance(states, Mapping):
+        keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(f"the checkpoint is not one of a CompressionState: its keys are {keys}")
     for name, kept in states.items():
         if name not in params:
             raise ValueError(f"the checkpoint has states of a parameter {name!r}, which this model lacks")
         for field, value in kept.items():
-            if field not in _PER_ELEMENT or tuple(value.shape) != tuple(params[name].shape):
+            right = isinstance(value, Tensor) and value.is_floating_point() and value.shape == params[name].shape
+            if field not in _PER_ELEMENT or not right:
+                given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
-                    f"the checkpoint's {field} of parameter {name!r} must be one of {sorted(_PER_ELEMENT)} of shape "
-                    f"{tuple(params[name].shape)}, got shape {tuple(value.shape)}"
+                    f"the checkpoint's {field} of parameter {name!r} must be one of {sorted(_PER_ELEMENT)}, floating, "
+                    f"of shape {tuple(params[name].shape)}, got {given}"
                 )
     own = _check_origin(origin, group, "state")
     kept = {

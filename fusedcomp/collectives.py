@@ -205,5 +205,5 @@ class Group:
                 mine, theirs = everyone[0].get(field, "nothing"), other.get(field, "nothing")
                 if mine != theirs:
                     raise ValueError(
-                        f"ranks were given different optimizers: {field} is {mine} on rank 0, {theirs} on rank {rank}"
+                        f"ranks were given different settings: {field} is {mine} on rank 0, {theirs} on rank {rank}"
                     )

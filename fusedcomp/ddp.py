@@ -104,6 +104,7 @@ class CompressionState:
         self._may_skip = skip_nonfinite or self.grad_scaler is not None
         fields = ("compressor", "memory", "momentum", "nesterov", "state_dtype")
         settings = {name: repr(getattr(self, name)) for name in fields}
+        settings |= {"names of params": " ".join(self._names.values())}
         settings |= {"front": "DDP hook", "clip": repr(self._clip), "skip_nonfinite": str(self._may_skip)}
         self._group.agree(settings, None)
         self._group = self._group.private(None)
@@ -113,9 +114,23 @@ class CompressionState:
         self._verdict: Verdict | None = None  # outlives them: optimizers hold its found_inf
         self._entries: dict[tuple[int, ...], Entry] = {}
         self._rest: dict[torch.dtype, Part] = {}  # what is never compressed, of all of DDP's buckets
+        self._order: dict[Tensor, int] = {}  # in which parameters were first seen
         self._pending: list[Entry] = []
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._watch = MomentumWatch(self) if self.momentum > 0 else None
+
+    def __repr__(self) -> str:
+        """What it was built with."""
+        shown = ("compressor", "memory", "momentum", "nesterov", "state_dtype")
+        fields = [f"{name}={getattr(self, name)!r}" for name in shown]
+        return f"CompressionState({', '.join([*fields, f'clip={self._clip!r}', f'skip_nonfinite={self._may_skip}'])})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
+        """Copies of a DDP wrapper, such as AveragedModel makes, share its state; they are not trained."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a CompressionState cannot be pickled: its process group is this process's; save state_dict()")
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -227,7 +242,7 @@ class CompressionState:
         if key not in self._entries:
             dtype = bucket.buffer().dtype
             compresses = isinstance(self.compressor, TopK)
-            checks.gradient_dtype(dtype, compresses and self._levels is not None)
+            self._check(params, dtype, compresses and self._levels is not None)
             entry = Entry(params)
             large = [i for i, p in enumerate(params) if p.ndim > 1 and p.numel() >= BLOCK]
             # With Identity() nothing is small: a part of its own for every bucket, which leaves with it.
@@ -238,12 +253,26 @@ class CompressionState:
             self._entries[key] = entry
         return self._entries[key]
 
+    def _check(self, params: Sequence[Tensor], dtype: torch.dtype, two_levels: bool) -> None:
+        """Refuse parameters that the kernels cannot take, or that would be lost from checkpoints."""
+        checks.gradient_dtype(dtype, two_levels)
+        for param in params:
+            self._order.setdefault(param, len(self._order))
+            if param.is_complex():  # DDP hands over a real view
+                raise NotImplementedError(f"parameter {self._name_of(param)} is {param.dtype}, which is not supported")
+            if self._names and param not in self._names:
+                raise ValueError(
+                    f"params lacks a parameter {self._name_of(param)} of the model in DistributedDataParallel: pass "
+                    "model.named_parameters() of that very model"
+                )
+
     def _gather_rest(self, pending: Sequence[Entry]) -> None:
         """What is never compressed is small: one exchange for all of it instead of one for every bucket."""
         sources: dict[torch.dtype, list[tuple[Entry, int]]] = {}
         for entry in pending:
             sources.setdefault(entry.buffer.dtype, []).extend((entry, i) for i in entry.rest)
         for dtype, those in sources.items():
+            those.sort(key=lambda source: self._order[source[0].params[source[1]]])  # sums round as they are ordered
             if those and (dtype not in self._rest or self._rest[dtype].sources != those):
                 self._rest[dtype] = self._part(False, those, dtype)
 

@@ -27,6 +27,11 @@ class Entry:
     def take(self, bucket: Any) -> Future[Tensor]:
         """What DDP hands over in this step, a GradBucket, and what it will wait for."""
         self.grads, self.buffer = bucket.gradients(), bucket.buffer()
+        if len(self.grads) != len(self.params):
+            raise NotImplementedError(
+                "a gradient in this model is sparse; build the layer with sparse=False (the compressor sends only the "
+                "rows that matter)"
+            )
         self.future = Future(devices=[self.buffer.device]) if self.buffer.is_cuda else Future()
         return self.future
 
@@ -60,8 +65,12 @@ def named(params: Any) -> dict[Tensor, str]:
     for index, item in enumerate([] if params is None else params):
         name, param = item if isinstance(item, tuple) else (str(index), item)
         if not isinstance(param, Tensor):
-            raise TypeError(f"params must be parameters or (name, parameter) pairs, got {param!r}")
+            raise TypeError(f"params must be parameters or (name, parameter) pairs, got {type(param).__name__}")
+        if name in found.values() and param not in found:
+            raise ValueError(f"params: the name {name!r} was given to two parameters")
         found.setdefault(param, name)
+    if params is not None and not found:
+        raise ValueError("params is empty: pass model.named_parameters(), or leave it out")
     if all(name.startswith("module.") for name in found.values()):
         found = {param: name.removeprefix("module.") for param, name in found.items()}
     return found

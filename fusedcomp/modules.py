@@ -33,7 +33,7 @@ def broadcast_buffers(module: nn.Module, process_group: dist.ProcessGroup | None
     group = Group(process_group)
     with group.refusing():
         if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         checks.flag("average", average)
         buffers = dict(sorted(module.named_buffers()))  # a shared one once; in one order on all ranks
         for name, buffer in buffers.items():

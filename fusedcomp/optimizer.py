@@ -419,7 +419,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedOptimizer":
-        for shared in (self._settings.process_group, self._settings.grad_scaler, self._group, self._levels):
+        for shared in (self._settings.process_group, self._group, self._levels):
             memo[id(shared)] = shared
         new = type(self).__new__(type(self))
         memo[id(self)] = new

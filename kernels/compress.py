@@ -33,6 +33,10 @@ from fusedcomp.kernels.elements import (
 from fusedcomp.kernels.keys import INFINITE, magnitude_bits, reaches
 from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments
 
+# A gradient that a step which may be undone takes in. Its velocity adds up to it / (1 - momentum); what overflowed then
+# would make that step void, and all later ones, which start from the same states.
+LARGEST = tl.constexpr(1e34)
+
 
 @triton.jit
 def _leave(
@@ -112,8 +116,10 @@ def _compress_kernel(
     if HAS_TRUST:
         grad = tl.load(trust_ptr + segment) * grad
     velocity, residual = ACCUMULATE(grad, velocity, residual, momentum)
-    if HAS_PARITY:  # noqa: SIM102  all that the step would leave: the selection sees no more than fits its buffer
-        if tl.max(magnitude_bits(residual)) >= INFINITE:
+    if HAS_PARITY:
+        # All that the step would leave: the selection sees no more than fits its buffer. And what it would let grow.
+        bad = (magnitude_bits(residual) >= INFINITE) | (tl.abs(grad) >= LARGEST)
+        if tl.max(bad.to(tl.int32)) != 0:
             tl.store(flag_ptr, 1)
     seed = tl.load(seed_ptr)
     if HALF:
@@ -153,7 +159,7 @@ def compress(
     counts: Tensor,  # out: i32 (blocks,): candidates of every block
     marks: Tensor,  # out: i32 (blocks, WORDS): a bit per element, the lowest of a word first: is it a candidate
     partials: Tensor | None,  # out: f32 (blocks, 2): sums of squares of gradient and parameter
-    flag: Tensor | None,  # in-out: i32 (1,): with ``parity`` set to 1 if an entry of the residual is not finite
+    flag: Tensor | None,  # in-out: i32 (1,): with ``parity`` set to 1 if a residual is not finite or a gradient 1e34
     *,
     accumulate: str,
     grad_scale: float,

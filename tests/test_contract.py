@@ -292,7 +292,7 @@ def differing(rank: int, world: int) -> list[str]:
 def test_ranks_built_differently_are_refused_by_field() -> None:
     zero, one = run(differing, 2)
     for field, message, other in zip(DIFFERENT, zero, one, strict=True):
-        assert message.startswith("ValueError: ranks were given different optimizers"), message
+        assert message.startswith("ValueError: ranks were given different settings"), message
         assert field in message, message
         assert message == other
 
@@ -364,7 +364,7 @@ def test_a_differing_param_group_is_taken_back() -> None:
     """It is called by its number, and both shapes are shown, though the parameters have no names."""
     zero, one = run(differing_group, 2)
     assert zero[0] == (
-        "ValueError: ranks were given different optimizers: parameter 0 of group 2 is torch.float32 (8, 5), strides "
+        "ValueError: ranks were given different settings: parameter 0 of group 2 is torch.float32 (8, 5), strides "
         "[5, 1] on rank 0, torch.float32 (9, 5), strides [5, 1] on rank 1"
     )
     assert zero == one

@@ -1,5 +1,7 @@
 """The DDP hook: the faults of torch's PowerSGD hook do not exist here; what users do wrong is told."""
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -237,3 +239,77 @@ def _against_average(rank: int, world: int) -> bytes:
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_average_is_a_mean(world: int) -> None:
     assert len(set(run(_against_average, world))) == 1
+
+
+def _refused_kinds(rank: int, world: int) -> list[str]:
+    """What the kernels cannot take is refused in the first backward, by name, on all ranks."""
+    told = []
+    complex_model = nn.Linear(64, 64, dtype=torch.complex64)
+    ddp = wrapped(complex_model, CompressionState(TopK(0.1), complex_model.named_parameters()))
+    told.append(message_of(lambda: ddp(torch.ones(2, 64, dtype=torch.complex64)).abs().sum().backward()))
+    sparse = nn.Embedding(100, 64, sparse=True)
+    ddp = wrapped(sparse, CompressionState(TopK(0.1)))
+    told.append(message_of(lambda: ddp(torch.tensor([1, 2])).sum().backward()))
+    model = net()
+    ddp = wrapped(model, CompressionState(TopK(0.1), copy.deepcopy(model).named_parameters()))
+    told.append(message_of(lambda: loss_of(ddp, rank, 0).backward()))
+    told.append(message_of(lambda: CompressionState(TopK(0.1), net().named_parameters() if rank else None)))
+    return told
+
+
+def test_what_the_hook_refuses() -> None:
+    for complex_, sparse, strangers, names in run(_refused_kinds, 2):
+        assert "complex64" in complex_
+        assert "sparse=False" in sparse
+        assert "params lacks" in strangers
+        assert "names of params" in names
+
+
+def test_names_are_given_once() -> None:
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert "two parameters" in message_of(lambda: CompressionState(TopK(0.1), [("a", one.weight), ("a", two.weight)]))
+    assert "params is empty" in message_of(lambda: CompressionState(TopK(0.1), []))
+    state = CompressionState(TopK(0.1), one.named_parameters())
+    for foreign in (None, {}, {"ranks": []}, {"fusedcomp": {}, "state": []}):
+        assert "not one of a CompressionState" in message_of(lambda f=foreign: state.load_state_dict(f))
+    assert "TopK(density=0.1" in repr(state)
+    assert "state_dict()" in message_of(lambda: pickle.dumps(state))
+
+
+def _averaged(rank: int, world: int) -> bool:
+    """A wrapper with the hook can be copied, as torch's own averaging of weights does."""
+    model = net()
+    ddp = wrapped(model, CompressionState(TopK(0.1)))
+    averaged = torch.optim.swa_utils.AveragedModel(ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        step(ddp, optimizer, rank, number)
+        averaged.update_parameters(ddp)
+    return all(p.isfinite().all() for p in averaged.parameters())
+
+
+def test_weights_can_be_averaged() -> None:
+    assert all(run(_averaged, 2))
+
+
+def _resumed_on_four(rank: int, world: int) -> None:
+    """Sums over more than two ranks round as they are ordered: what is never compressed keeps its order."""
+    model, other = net(), net()
+    state = CompressionState(TopK(0.05, scope="tensor"), model.named_parameters())
+    ddp = wrapped(model, state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(4):
+        step(ddp, optimizer, rank, number)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed = CompressionState(TopK(0.05, scope="tensor"), other.named_parameters())
+    resumed.load_state_dict(copy.deepcopy(state.state_dict()))
+    others = wrapped(other, resumed)
+    second = torch.optim.SGD(other.parameters(), lr=0.05)
+    for number in range(4, 8):
+        step(ddp, optimizer, rank, number)
+        step(others, second, rank, number)
+        assert digest(model) == digest(other)
+
+
+def test_resume_is_bit_exact_on_four_ranks() -> None:
+    run(_resumed_on_four, 4)

@@ -270,6 +270,20 @@ def test_any_order_of_void_steps(factors: list[float]) -> None:
     assert optimizer.skipped == sum(f != 1.0 for f in factors)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
+def test_one_huge_gradient_does_not_stop_training(momentum: float) -> None:
+    """It would overflow the states some steps later, and all steps from there on would be void."""
+    model = net()
+    optimizer = build(model, {"compressor": TopK(0.01), "momentum": momentum}, skip_nonfinite=True, lr=1e-38)
+    for number in range(40):
+        size = {2: 2e38, 5: 5e33}.get(number, 1.0)
+        handle = model[6].weight.register_hook(lambda grad, size=size: torch.full_like(grad, size))
+        step(model, optimizer, 0, number)
+        handle.remove()
+    assert optimizer.skipped == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 # ---- loss scales ---------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +397,18 @@ def test_a_scaler_that_is_off_is_not_there() -> None:
         scaler.update()
         step(plain, reference, 0, number)
     assert digest(model) == digest(plain)
+
+
+def test_copies_have_scalers_of_their_own() -> None:
+    scaler = GradScaler("cpu", init_scale=64.0)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, grad_scaler=scaler)
+    scaler.scale(torch.ones(()))
+    both, same = copy.deepcopy((model, optimizer, scaler))[1:]
+    assert both.grad_scaler is same is not scaler
+    same.scale(torch.ones(()))
+    same.update(2.0)
+    assert scaler.get_scale() == 64.0
 
 
 def test_the_scaler_is_saved_and_pickles() -> None:

@@ -389,6 +389,13 @@ def test_nothing_that_is_not_finite_escapes_a_step_that_may_be_undone() -> None:
     for modules in BOTH:
         flags = [whole_pass(modules, case.copy(), 0.001, capacity=3, parity=p)["header"][2] for p in (None, 0, 1)]
         assert list(map(int, flags)) == [0, 1, 1]
+    case.grads[1][-1] = 2e34
+    for modules in BOTH:
+        flags = [whole_pass(modules, case.copy(), 0.001, parity=p)["header"][2] for p in (None, 0)]
+        assert list(map(int, flags)) == [0, 1]
+    case.grads[1][-1] = 3e33
+    case.trust = torch.ones_like(case.trust)
+    assert int(whole_pass(KERNELS, case.copy(), 0.001, parity=0)["header"][2]) == 0
     case.grads[1][-1] = 3e38
     case.residual[case.segments.slices[1].stop - 1] = 3e38
     same(*(whole_pass(modules, case.copy(), 0.001, capacity=3, parity=0) for modules in BOTH))

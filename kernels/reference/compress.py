@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fusedcomp.kernels.compress import LARGEST
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
 from fusedcomp.kernels.reference.elements import half_of, rounding_noise, stochastic
 from fusedcomp.kernels.reference.keys import selection_key
@@ -51,8 +52,8 @@ def _accumulate_segment(
     grad_scale: float,
     weight_decay: float,
     momentum: float,
-) -> tuple[Tensor | None, Tensor]:
-    """New velocity and residual of one segment, not rounded; its norms on the way."""
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """New velocity and residual of one segment, not rounded, and what they took in; its norms on the way."""
     grad, where = operands.grads[segment], segments.slices[segment]
     old_velocity = None if velocity_in is None else velocity_in[where].to(torch.float32, copy=True)
     old_residual = residual_in[where].to(torch.float32, copy=True)
@@ -63,12 +64,12 @@ def _accumulate_segment(
         _sum_squares(flat.float(), partials[blocks, 0])
         _sum_squares(param.float(), partials[blocks, 1])
     if grad is None:
-        return old_velocity, old_residual
+        return old_velocity, old_residual, None
     g = prepared(memory_order(grad), param, trust, scales, segment, grad_scale, weight_decay)
     velocity, residual = ACCUMULATE[accumulate](
         g, old_residual if old_velocity is None else old_velocity, old_residual, momentum
     )
-    return (None if old_velocity is None else velocity), residual
+    return (None if old_velocity is None else velocity), residual, g
 
 
 def compress(
@@ -99,11 +100,11 @@ def compress(
     numbers = (accumulate, grad_scale, weight_decay, momentum)
     chosen = torch.zeros(segments.padded_numel, dtype=torch.bool, device=residual_in.device)
     for segment, where in enumerate(segments.slices):
-        velocity, residual = _accumulate_segment(
+        velocity, residual, taken = _accumulate_segment(
             segments, operands, segment, velocity_in, residual_in, trust, scales, partials, *numbers
         )
-        if parity is not None and flag is not None and operands.grads[segment] is not None:
-            flag |= (~residual.isfinite()).any().to(torch.int32)
+        if parity is not None and flag is not None and taken is not None:
+            flag |= _bad(residual, taken)
         index = torch.arange(where.start, where.stop, device=residual.device)
         noise = rounding_noise(index, seed)
         if velocity_out is not None and velocity is not None:
@@ -143,7 +144,7 @@ def compress_all(
     velocity_out, residual_out = half_of(velocity_out, parity, 1), half_of(residual_out, parity, 1)
     numbers = (accumulate, grad_scale, weight_decay, momentum)
     for segment, where in enumerate(segments.slices):
-        velocity, residual = _accumulate_segment(
+        velocity, residual, taken = _accumulate_segment(
             segments, operands, segment, velocity_in, residual_in, trust, scales, partials, *numbers
         )
         if velocity_out is not None and velocity is not None:
@@ -152,13 +153,16 @@ def compress_all(
         grad = operands.grads[segment]
         present = grad is not None
         if grad is not None:
-            finite = scaled(grad, scales, segment, grad_scale).isfinite().all()
-            if parity is not None:
-                finite = finite & residual.isfinite().all()
-            flag |= (~finite).to(torch.int32)
+            flag |= (~scaled(grad, scales, segment, grad_scale).isfinite()).any().to(torch.int32)
+        if parity is not None and taken is not None:
+            flag |= _bad(residual, taken)
         sent[segments.compact_slices[segment]] = residual if present else 0.0
         residual_out[where] = 0.0 if present else residual
     _clear_padding(segments, velocity_out, residual_out)
+
+
+def _bad(residual: Tensor, taken: Tensor) -> Tensor:
+    return (~residual.isfinite() | (taken.abs() >= LARGEST.value)).any().to(torch.int32)
 
 
 def _clear_padding(segments: Segments, *states: Tensor | None) -> None:
