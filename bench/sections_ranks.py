@@ -199,3 +199,46 @@ def _training(book: Book, case: str) -> str | None:
         f"{origin(used)}"
     )
     return markdown(["", "lr", "test accuracy", "sent per rank", "ratio, whole model"], lines) + "\n\n" + note
+
+
+LANGUAGE = {
+    "dense": "dense",
+    "topk0.01_warmup": "TopK(0.01) hook, 5 % density warm-up",
+    "topk0.01": "TopK(0.01) hook",
+    "topk0.01_advised": "TopK(0.01) hook, warm-up, betas and clipping as advised",
+    "powersgd4": "PowerSGD hook, rank 4",
+}
+
+
+def language(book: Book) -> str | None:
+    """Test loss of the character model over seeds: AdamW with the DDP hook."""
+    tables = [_language(book, case) for case in book.cases("training")]
+    return "\n\n".join(table for table in tables if table) or None
+
+
+def _language(book: Book, case: str) -> str | None:
+    runs = {words: book.series(case, Key("training", p, "test_loss"), "seed") for p, words in LANGUAGE.items()}
+    runs = {words: rows for words, rows in runs.items() if rows}
+    if not runs:
+        return None
+    lines = []
+    for words, rows in runs.items():
+        values, first = [row["value"] for row in rows], rows[0]
+        spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+        lines.append([
+            words,
+            f"{first['lr']:g}",
+            "{:g}, {:g}".format(*first["betas"]),
+            f"{statistics.mean(values):.3f}{spread}",
+            f"{first['bytes_dense'] / first['bytes_sent']:.1f}x",
+        ])  # fmt: skip
+    used = [row for rows in runs.values() for row in rows]
+    one = used[0]
+    note = (
+        f"AdamW, a GPT of {one['parameters'] / 1e6:.2f} M parameters on {one['case'].title()}'s plays, character by "
+        f"character; {one['steps']} steps, {one['world_size']} ranks of {one['batch_per_rank']} windows of "
+        f"{one['context']}; {len({r['seed'] for r in used})} seeds, mean and standard deviation. Learning rate chosen "
+        f"by: {one['lr_chosen_by']}. {origin(used)}"
+    )
+    header = ["", "lr", "betas", "test loss, nats per character", "fewer bytes, whole run"]
+    return markdown(header, lines) + "\n\n" + note

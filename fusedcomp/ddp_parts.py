@@ -102,9 +102,9 @@ class MomentumWatch:
             if mine.isdisjoint(map(id, group["params"])):
                 continue
             self.done = True
-            if group.get("momentum", 0.0) or "betas" in group:
+            if group.get("momentum", 0.0) or group.get("betas", (0.0,))[0]:
                 warnings.warn(
-                    f"{type(optimizer).__name__} has momentum (or betas), and so has the compression hook "
+                    f"{type(optimizer).__name__} has momentum (or a first beta), and so has the compression hook "
                     f"(momentum={state.momentum}): it is applied twice. Take it out of one of them",
                     stacklevel=5,
                 )

@@ -1,6 +1,7 @@
 """The DDP hook: the faults of torch's PowerSGD hook do not exist here; what users do wrong is told."""
 
 import copy
+import functools
 import pickle
 import warnings
 from typing import Any
@@ -143,7 +144,9 @@ def test_found_inf_of_fused_optimizers() -> None:
 
 def _two_momenta(rank: int, world: int) -> list[str]:
     caught = []
-    for momentum, optimizer in ((0.9, torch.optim.AdamW), (0.9, torch.optim.SGD), (0.0, torch.optim.AdamW)):
+    without = functools.partial(torch.optim.AdamW, betas=(0.0, 0.99))
+    kinds = ((0.9, torch.optim.AdamW), (0.9, torch.optim.SGD), (0.0, torch.optim.AdamW), (0.9, without))
+    for momentum, optimizer in kinds:
         model = net()
         ddp = wrapped(model, CompressionState(TopK(0.05), momentum=momentum))
         with warnings.catch_warnings(record=True) as seen:
@@ -156,10 +159,10 @@ def _two_momenta(rank: int, world: int) -> list[str]:
 
 
 def test_two_momenta_warn_once() -> None:
-    for adam, sgd, plain in run(_two_momenta, 2):
+    for adam, sgd, plain, without in run(_two_momenta, 2):
         assert adam.count("twice") == 1
         assert "AdamW" in adam
-        assert sgd == plain == ""
+        assert sgd == plain == without == ""
 
 
 @pytest.mark.parametrize(

@@ -211,3 +211,19 @@ def test_a_link_that_did_not_keep_its_rate_is_left_out() -> None:
         gate = {"rate_mbit": nominal, "reduce_100mb_gbps": bulk}
         assert linkgate.keeps_up(gate) is counts
     assert linkgate.keeps_up(None)
+
+
+def test_language_models_by_method(tmp_path: Path) -> None:
+    more = {
+        "lr": 0.002, "betas": [0.9, 0.95], "bytes_sent": 10, "bytes_dense": 400, "parameters": 2e6, "steps": 7,
+        "world_size": 2, "batch_per_rank": 3, "context": 64, "lr_chosen_by": "x",
+    }  # fmt: skip
+    rows = [
+        record("training", "shakespeare", provider, value, "test_loss", seed=seed, **more)
+        for provider, values in (("dense", (1.0, 3.0)), ("topk0.01_advised", (5.0,)))
+        for seed, value in enumerate(values)
+    ]
+    table = sections_ranks.language(book_of(tmp_path / "r", *rows))
+    assert "| dense | 0.002 | 0.9, 0.95 | 2.000 ± 1.414 | 40.0x |" in table
+    assert "as advised | 0.002 | 0.9, 0.95 | 5.000 | 40.0x |" in table
+    assert "2.00 M parameters on Shakespeare's plays" in table
