@@ -295,3 +295,19 @@ def test_copies_and_fills_are_no_kernels() -> None:
 def test_a_table_lines_up(capsys: pytest.CaptureFixture[str]) -> None:
     tables.print_table("title", ("where", "ms"), [["here", "1.25"], ["here", "10.5"], ["there", "2"]])
     assert capsys.readouterr().out == "\ntitle\nwhere ms\nhere  1.25\n      10.5\nthere 2\n"
+
+
+def test_charlm_trains_every_method(tmp_path: Path) -> None:
+    """The smoke test of the language model: every method ends with one model on all ranks, and has its own rate."""
+    results = tmp_path / "charlm.jsonl"
+    done = run("bench/charlm.py", "--text", "README.md", "--quick", "--device", "cpu", "--results", str(results))
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in read(results) if row["metric"] == "test_loss"]
+    sent = {}
+    for row in rows:
+        assert row["quick"] is True
+        assert row["replicas_equal"] is True
+        assert 0 < row["value"] < 6
+        sent[row["provider"]] = row["bytes_sent"]
+    assert set(sent) == {"dense", "topk0.01_warmup", "topk0.01_advised", "powersgd4"}
+    assert sent["topk0.01_advised"] == sent["topk0.01_warmup"] < sent["powersgd4"] < sent["dense"]
