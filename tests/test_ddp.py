@@ -335,7 +335,7 @@ def test_files_of_other_ranks_and_other_models() -> None:
     assert "rank 0 of 2" in warned
     assert "zeroed" in warned
     assert others == [shape, keys, name, names]
-    assert "of shape (64, 512), got shape (3,)" in shape
+    assert "of shape (64, 512), got torch.float32 of shape (3,)" in shape
     assert "not one of a CompressionState" in keys
     assert "7.weight" in name
     assert "named_parameters" in names

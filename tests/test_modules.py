@@ -178,7 +178,7 @@ def sparse() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "module": (lambda: fusedcomp.broadcast_buffers([torch.ones(1)]), TypeError,
-               "module must be a torch.nn.Module, got [tensor([1.])]"),
+               "module must be a torch.nn.Module, got list"),
     "average": (lambda: fusedcomp.broadcast_buffers(nn.Linear(1, 1), average=1), TypeError,
                 "average must be True or False, got 1"),
     "process_group": (lambda: fusedcomp.broadcast_buffers(nn.Linear(1, 1), "world"), TypeError,
@@ -226,7 +226,7 @@ def test_ranks_at_odds_all_raise() -> None:
     average = "average is False on rank 0, True on rank 1"
     assert first[:3] == second[:3] == [different + shape, different + extra, different + average]
     assert first[3] == "ValueError: rank 1 refused its arguments; its own error says why"
-    assert second[3] == "TypeError: module must be a torch.nn.Module, got 3"
+    assert second[3] == "TypeError: module must be a torch.nn.Module, got int"
     assert first[4] == second[4] == "0.0"
 
 
