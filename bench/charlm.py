@@ -39,16 +39,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import harness  # noqa: F401 - makes the checkout importable: before fusedcomp
 import records
+from characters import FULL, GPT, QUICK, Plan, Text, loss_of, windows
 from fusedcomp import TopK, ddp
 
 DENSITY = 0.01
 APPROXIMATION_RANK = 4
-WARM_UP = 0.05  # share of the steps: of lr, of the density, and PowerSGD's dense start
 WEIGHT_DECAY = 0.1
 GRID = (5e-4, 1e-3, 2e-3, 4e-3)  # from a quarter of to twice what was dense's best
 SEARCH_SEEDS = 2  # that choose the learning rate: the first ones
@@ -70,32 +69,7 @@ METHODS = {
     "topk0.01_advised": Method("TopK(0.01), as advised", "topk", betas=(0.0, 0.999), max_grad_norm=0.25),
     "powersgd4": Method("PowerSGD, rank 4", "powersgd"),
 }
-PERIOD = 20  # of 20 stretches of the text, one is for validation and one for the test
 _TIMEOUT = timedelta(seconds=120)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The model, and how long it trains."""
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-    batch: int  # per rank
-    steps: int
-
-    @property
-    def name(self) -> str:
-        return f"gpt_{self.layers}x{self.width}"
-
-    @property
-    def warmup_steps(self) -> int:
-        return max(2, round(WARM_UP * self.steps))
-
-
-FULL = Plan(layers=6, width=256, heads=4, context=256, batch=16, steps=1000)
-QUICK = Plan(layers=2, width=64, heads=2, context=32, batch=4, steps=20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,75 +99,6 @@ class Outcome:
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.heads = plan.heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(plan.width), nn.LayerNorm(plan.width)
-        self.attend = nn.Linear(plan.width, 3 * plan.width, bias=False)
-        self.join = nn.Linear(plan.width, plan.width, bias=False)
-        self.widen = nn.Linear(plan.width, 4 * plan.width, bias=False)
-        self.narrow = nn.Linear(4 * plan.width, plan.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
-        split = self.attend(self.before_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*split.unbind(0), is_causal=True)
-        x = x + self.join(attended.transpose(1, 2).flatten(2))
-        return x + self.narrow(functional.gelu(self.widen(self.before_mlp(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, plan: Plan, vocabulary: int) -> None:
-        super().__init__()
-        self.characters = nn.Embedding(vocabulary, plan.width)
-        self.positions = nn.Embedding(plan.context, plan.width)
-        self.blocks = nn.Sequential(*(Block(plan) for _ in range(plan.layers)))
-        self.norm = nn.LayerNorm(plan.width)
-        self.head = nn.Linear(plan.width, vocabulary, bias=False)
-        for name, param in self.named_parameters():
-            if param.ndim == 2:
-                onto_residual = name.endswith(("join.weight", "narrow.weight"))
-                nn.init.normal_(param, std=0.02 / math.sqrt(2 * plan.layers) if onto_residual else 0.02)
-
-    def forward(self, characters: Tensor) -> Tensor:  # i64 (batch, time) -> logits (batch, time, vocabulary)
-        x = self.characters(characters) + self.positions.weight[: characters.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
-
-
-# ---- the text ------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Text:
-    """Characters as numbers, in three splits."""
-
-    train: Tensor
-    validation: Tensor
-    test: Tensor
-    vocabulary: int
-
-    @staticmethod
-    def read(path: Path, device: torch.device) -> "Text":
-        text = path.read_text()
-        number = {character: i for i, character in enumerate(sorted(set(text)))}
-        whole = torch.tensor([number[character] for character in text])
-        stretches = whole.tensor_split(5 * PERIOD)
-        held = {PERIOD // 2: "validation", PERIOD - 1: "test"}
-        splits: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
-        for i, stretch in enumerate(stretches):
-            splits[held.get(i % PERIOD, "train")].append(stretch)
-        return Text(**{name: torch.cat(parts).to(device) for name, parts in splits.items()}, vocabulary=len(number))
-
-
-def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    taken = text[starts[:, None] + torch.arange(context + 1, device=text.device)]
-    return taken[:, :-1], taken[:, 1:]
-
-
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()

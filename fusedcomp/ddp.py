@@ -143,8 +143,8 @@ class CompressionState:
         assert self._exchanges is not None
         with self._beside():
             entry = self._entry(bucket)
-            self._pending.append(entry)
             future = entry.take(bucket)
+            self._pending.append(entry)
             if not self._measures:
                 for part in entry.parts:
                     part.launch(self._hyper(), self._exchanges.step)
@@ -261,6 +261,11 @@ class CompressionState:
             self._order.setdefault(param, len(self._order))
             if param.is_complex():  # DDP hands over a real view
                 raise NotImplementedError(f"parameter {self._name_of(param)} is {param.dtype}, which is not supported")
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise NotImplementedError(
+                    f"the gradient of parameter {self._name_of(param)} is sparse; build the layer with sparse=False "
+                    "(the compressor sends only the rows that matter)"
+                )
             if self._names and param not in self._names:
                 raise ValueError(
                     f"params lacks a parameter {self._name_of(param)} of the model in DistributedDataParallel: pass "

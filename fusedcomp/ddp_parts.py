@@ -27,11 +27,6 @@ class Entry:
     def take(self, bucket: Any) -> Future[Tensor]:
         """What DDP hands over in this step, a GradBucket, and what it will wait for."""
         self.grads, self.buffer = bucket.gradients(), bucket.buffer()
-        if len(self.grads) != len(self.params):
-            raise NotImplementedError(
-                "a gradient in this model is sparse; build the layer with sparse=False (the compressor sends only the "
-                "rows that matter)"
-            )
         self.future = Future(devices=[self.buffer.device]) if self.buffer.is_cuda else Future()
         return self.future
 

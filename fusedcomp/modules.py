@@ -78,16 +78,7 @@ def _agree(group: Group, buffers: Mapping[str, Tensor], average: bool) -> None:
     mine = {"average": str(bool(average))}
     mine |= {f"buffer {name!r}": f"{b.dtype} {tuple(b.shape)} on {b.device.type}" for name, b in buffers.items()}
     device = next((buffer.device for buffer in buffers.values()), None)
-    everyone = group._gather_objects(mine, device)
-    if None in everyone:
-        raise ValueError(f"rank {everyone.index(None)} refused its arguments; its own error says why")
-    for rank, other in enumerate(everyone):
-        for field in [*everyone[0], *(f for f in other if f not in everyone[0])]:
-            first, theirs = everyone[0].get(field, "nothing"), other.get(field, "nothing")
-            if first != theirs:
-                raise ValueError(
-                    f"ranks were given different modules: {field} is {first} on rank 0, {theirs} on rank {rank}"
-                )
+    group.agree(mine, device)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

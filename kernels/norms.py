@@ -170,7 +170,7 @@ def commit_norms(
 ) -> None:
     """Keep the mean over ranks, in rank order, of |g|^2 and rank 0's |w|^2, where positive and finite.
 
-    |g| falls by at most half in a step (docs/decisions/0014-falling-norms.md).
+    |g| falls by at most a tenth in a step (docs/decisions/0014-falling-norms.md).
     """
     segments = norms.shape[1]
     launch(

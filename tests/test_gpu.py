@@ -12,6 +12,7 @@ from fusedcomp import TopK
 from fusedcomp.kernels import compress
 from fusedcomp.kernels.apply import apply_payloads
 from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments
+from gpu_nets import wide_net
 
 pytestmark = pytest.mark.gpu
 
@@ -30,12 +31,6 @@ OPTIMIZERS = {
     ),
     "clipped": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5),
 }
-
-
-def wide_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU())]
-    return nn.Sequential(*layers, nn.Linear(512, 10)).cuda()
 
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer):

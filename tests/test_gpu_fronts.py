@@ -13,14 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomp
 from fusedcomp import SGD, GradScaler, Identity, TopK
 from fusedcomp.ddp import CompressionState, compress_hook
+from gpu_nets import wide_net
 
 pytestmark = pytest.mark.gpu
-
-
-def wide_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU())]
-    return nn.Sequential(*layers, nn.Linear(512, 10)).cuda()
 
 
 def data(seed: int, steps: int) -> tuple[Tensor, Tensor]:

@@ -220,7 +220,7 @@ def at_odds(rank: int, world: int) -> list[str]:
 
 def test_ranks_at_odds_all_raise() -> None:
     first, second = ranks.run(at_odds, 2)
-    different = "ValueError: ranks were given different modules: "
+    different = "ValueError: ranks were given different settings: "
     shape = "buffer 'running_mean' is torch.float32 (2,) on cpu on rank 0, torch.float32 (3,) on cpu on rank 1"
     extra = "buffer 'extra' is nothing on rank 0, torch.float32 (1,) on cpu on rank 1"
     average = "average is False on rank 0, True on rank 1"
