@@ -51,6 +51,7 @@ def step(book: Book) -> str | None:
         "ours: apply, 8 ranks": column(book, "apply", "fusedcomp_fp32", timing="graph", ranks=8),
         "ours: whole step": column(book, "step", "fusedcomp_fp32", timing="graph"),
         "with weight decay": column(book, "step", "fusedcomp_fp32_wd", timing="graph"),
+        "with skip_nonfinite": column(book, "step", "fusedcomp_fp32_guarded", timing="graph"),
         "with bf16 states": column(book, "step", "fusedcomp_bf16", timing="graph"),
     }
     rows = {case: [find(case) for find in columns.values()] for case in CASES}

@@ -27,7 +27,7 @@ from harness import log
 from lars import COEFFICIENT, DenseLARS
 from trained import MOMENTUM
 
-USES = ("fp32", "bf16", "fp32_25mb", "lars_fp32")
+USES = ("fp32", "fp32_guarded", "bf16", "fp32_25mb", "lars_fp32")
 _TRACES = 5
 
 

@@ -26,6 +26,7 @@ class Config:
     kind: str = "SGD"
     density: float = DENSITY
     half: bool = False  # states of 16 bits
+    guarded: bool = False  # a step may be void: states of two halves
     buckets: str = "one"  # or "25mb"
     keep: int = 8  # payloads of the last so many steps, taken for those of as many ranks
 
@@ -33,6 +34,7 @@ class Config:
         """In a world of one, overlap off: gradients are compressed in ``step()``, where they can be frozen."""
         kind, compressor = {"SGD": SGD, "LARS": LARS}[self.kind], TopK(density=self.density)
         more: dict[str, Any] = {"state_dtype": torch.bfloat16} if self.half else {}
+        more |= {"skip_nonfinite": True} if self.guarded else {}
         return kind(
             params, lr=lr, momentum=MOMENTUM, compressor=compressor, overlap=False, bucket_cap_mb=cap_mb, **more
         )
