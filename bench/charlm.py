@@ -303,7 +303,7 @@ def main() -> None:
     options = _arguments()
     plan = dataclasses.replace(QUICK if options.quick else FULL, **({"steps": options.steps} if options.steps else {}))
     seeds = range(2 if options.quick else options.seeds)
-    grid = GRID[1:2] if options.quick else GRID
+    grid = GRID[1:2] if options.quick else tuple(options.rates)
     context: Any = multiprocessing.get_context("spawn" if options.device == "cuda" else "forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fusedcomp"])
     began = time.monotonic()
@@ -354,6 +354,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="of every run; default: %(default)s")
     parser.add_argument("--teams", type=int, help=f"runs at a time; default: {TEAMS} for each GPU, 1 on the CPU")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--rates", nargs="+", type=float, default=GRID, help="learning rates; default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...; default: %(default)s")
     parser.add_argument("--steps", type=int, help=f"default: {FULL.steps}")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its records do not count")
@@ -383,8 +384,8 @@ def _record(options: argparse.Namespace, plan: Plan, job: Job, outcome: Outcome,
         parameters=outcome.parameters,
         optimizer="AdamW",
         lr=job.lr,
-        lr_grid=GRID[1:2] if options.quick else GRID,
-        lr_chosen_by="every method its own, validation split, mean over seeds",
+        lr_grid=GRID[1:2] if options.quick else options.rates,
+        lr_chosen_by="every method its own, validation split, mean over seeds" if len(options.rates) > 1 else "given",
         betas=method.betas,
         max_grad_norm=method.max_grad_norm,
         weight_decay=WEIGHT_DECAY,

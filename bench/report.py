@@ -145,8 +145,8 @@ SECTIONS = (
     Section(
         "Does the DDP hook learn with Adam?",
         "A character model under DistributedDataParallel and AdamW (`bench/charlm.py`). What a row is short of dense "
-        "is the price of its bytes: no setting measured so far comes within the spread of dense "
-        "([Adam and the learning rate](ddp.md#adam-and-the-learning-rate)).",
+        "is the price of its bytes, and falls with the length of training; what settings do about it: "
+        "[Adam and the learning rate](ddp.md#adam-and-the-learning-rate).",
         (ranks.language,),
     ),
 )  # fmt: skip

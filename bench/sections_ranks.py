@@ -211,25 +211,30 @@ LANGUAGE = {
 
 
 def language(book: Book) -> str | None:
-    """Test loss of the character model over seeds: AdamW with the DDP hook."""
-    tables = [_language(book, case) for case in book.cases("training")]
-    return "\n\n".join(table for table in tables if table) or None
+    """Test loss of the character model over seeds: AdamW with the DDP hook. A table for each length of training."""
+    tables = []
+    for case in book.cases("training"):
+        lengths = {row["steps"] for p in LANGUAGE for row in book.all(case, Key("training", p, "test_loss"))}
+        tables += [_language(book, case, steps) for steps in sorted(lengths, reverse=True)]
+    return "\n\n".join(tables) or None
 
 
-def _language(book: Book, case: str) -> str | None:
-    runs = {words: book.series(case, Key("training", p, "test_loss"), "seed") for p, words in LANGUAGE.items()}
+def _language(book: Book, case: str, steps: int) -> str:
+    length = (("steps", steps),)
+    runs = {words: book.series(case, Key("training", p, "test_loss", length), "seed") for p, words in LANGUAGE.items()}
     runs = {words: rows for words, rows in runs.items() if rows}
-    if not runs:
-        return None
+    dense = [row["value"] for row in runs.get(LANGUAGE["dense"], [])]
     lines = []
     for words, rows in runs.items():
         values, first = [row["value"] for row in rows], rows[0]
         spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+        behind = statistics.mean(values) - statistics.mean(dense) if dense else None
         lines.append([
             words,
             f"{first['lr']:g}",
             "{:g}, {:g}".format(*first["betas"]),
             f"{statistics.mean(values):.3f}{spread}",
+            "-" if behind is None else f"{behind:+.3f}",
             f"{first['bytes_dense'] / first['bytes_sent']:.1f}x",
         ])  # fmt: skip
     used = [row for rows in runs.values() for row in rows]
@@ -240,5 +245,5 @@ def _language(book: Book, case: str) -> str | None:
         f"{one['context']}; {len({r['seed'] for r in used})} seeds, mean and standard deviation. Learning rate chosen "
         f"by: {one['lr_chosen_by']}. {origin(used)}"
     )
-    header = ["", "lr", "betas", "test loss, nats per character", "fewer bytes, whole run"]
+    header = ["", "lr", "betas", "test loss, nats per character", "against dense", "fewer bytes, whole run"]
     return markdown(header, lines) + "\n\n" + note
