@@ -25,6 +25,7 @@ class Plan:
     context: int
     batch: int  # per rank
     steps: int
+    dropout: float = 0.2
 
     @property
     def name(self) -> str:
@@ -48,12 +49,14 @@ class Block(nn.Module):
         self.join = nn.Linear(plan.width, plan.width, bias=False)
         self.widen = nn.Linear(plan.width, 4 * plan.width, bias=False)
         self.narrow = nn.Linear(4 * plan.width, plan.width, bias=False)
+        self.drop = nn.Dropout(plan.dropout)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
         split = self.attend(self.before_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*split.unbind(0), is_causal=True)
-        x = x + self.join(attended.transpose(1, 2).flatten(2))
-        return x + self.narrow(functional.gelu(self.widen(self.before_mlp(x))))
+        dropout = self.drop.p if self.training else 0.0
+        attended = functional.scaled_dot_product_attention(*split.unbind(0), dropout_p=dropout, is_causal=True)
+        x = x + self.drop(self.join(attended.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.narrow(functional.gelu(self.widen(self.before_mlp(x)))))
 
 
 class GPT(nn.Module):
@@ -62,7 +65,7 @@ class GPT(nn.Module):
         self.characters = nn.Embedding(vocabulary, plan.width)
         self.positions = nn.Embedding(plan.context, plan.width)
         self.blocks = nn.Sequential(*(Block(plan) for _ in range(plan.layers)))
-        self.norm = nn.LayerNorm(plan.width)
+        self.norm, self.drop = nn.LayerNorm(plan.width), nn.Dropout(plan.dropout)
         self.head = nn.Linear(plan.width, vocabulary, bias=False)
         for name, param in self.named_parameters():
             if param.ndim == 2:
@@ -70,7 +73,7 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * plan.layers) if onto_residual else 0.02)
 
     def forward(self, characters: Tensor) -> Tensor:  # i64 (batch, time) -> logits (batch, time, vocabulary)
-        x = self.characters(characters) + self.positions.weight[: characters.shape[1]]
+        x = self.drop(self.characters(characters) + self.positions.weight[: characters.shape[1]])
         return self.head(self.norm(self.blocks(x)))
 
 

@@ -144,9 +144,9 @@ SECTIONS = (
     ),
     Section(
         "Does the DDP hook learn with Adam?",
-        "A character model under DistributedDataParallel and AdamW (`bench/charlm.py`). What a row is short of dense "
-        "is the price of its bytes, and falls with the length of training; what settings do about it: "
-        "[Adam and the learning rate](ddp.md#adam-and-the-learning-rate).",
+        "A character model under DistributedDataParallel and AdamW (`bench/charlm.py`). In short trainings "
+        "TopK is behind in what it has learnt; in the longest it fits the training text better than dense, and both "
+        "overfit it: [Adam and the learning rate](ddp.md#adam-and-the-learning-rate).",
         (ranks.language,),
     ),
 )  # fmt: skip

@@ -235,15 +235,17 @@ def _language(book: Book, case: str, steps: int) -> str:
             "{:g}, {:g}".format(*first["betas"]),
             f"{statistics.mean(values):.3f}{spread}",
             "-" if behind is None else f"{behind:+.3f}",
+            f"{statistics.mean(row['train_loss'] for row in rows):.3f}",
             f"{first['bytes_dense'] / first['bytes_sent']:.1f}x",
         ])  # fmt: skip
     used = [row for rows in runs.values() for row in rows]
     one = used[0]
+    dropout = f", dropout {one['dropout']:g}" if one.get("dropout") else ""
     note = (
         f"AdamW, a GPT of {one['parameters'] / 1e6:.2f} M parameters on {one['case'].title()}'s plays, character by "
         f"character; {one['steps']} steps, {one['world_size']} ranks of {one['batch_per_rank']} windows of "
-        f"{one['context']}; {len({r['seed'] for r in used})} seeds, mean and standard deviation. Learning rate chosen "
-        f"by: {one['lr_chosen_by']}. {origin(used)}"
+        f"{one['context']}{dropout}; {len({r['seed'] for r in used})} seeds, mean and standard deviation; training "
+        f"loss of the last tenth; bytes of the whole run. Learning rate: {one['lr_chosen_by']}. {origin(used)}"
     )
-    header = ["", "lr", "betas", "test loss, nats per character", "against dense", "fewer bytes, whole run"]
+    header = ["", "lr", "betas", "test loss, nats per character", "against dense", "training loss", "fewer bytes"]
     return markdown(header, lines) + "\n\n" + note
