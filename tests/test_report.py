@@ -217,13 +217,19 @@ def test_language_models_by_method(tmp_path: Path) -> None:
     more = {
         "lr": 0.002, "betas": [0.9, 0.95], "bytes_sent": 10, "bytes_dense": 400, "parameters": 2e6, "steps": 7,
         "world_size": 2, "batch_per_rank": 3, "context": 64, "lr_chosen_by": "x",
+        "train_loss": 0.5,
     }  # fmt: skip
     rows = [
         record("training", "shakespeare", provider, value, "test_loss", seed=seed, **more)
         for provider, values in (("dense", (1.0, 3.0)), ("topk0.01_advised", (5.0,)))
         for seed, value in enumerate(values)
     ]
+    longer = more | {"steps": 9, "dropout": 0.2}
+    rows.append(record("training", "shakespeare", "dense", 0.5, "test_loss", seed=0, **longer))
     table = sections_ranks.language(book_of(tmp_path / "r", *rows))
-    assert "| dense | 0.002 | 0.9, 0.95 | 2.000 ± 1.414 | 40.0x |" in table
-    assert "as advised | 0.002 | 0.9, 0.95 | 5.000 | 40.0x |" in table
+    long, short = table.split("7 steps")[0].rsplit("\n\n", 2)[0], table
+    assert "| dense | 0.002 | 0.9, 0.95 | 0.500 | +0.000 | 0.500 | 40.0x |" in long
+    assert "9 steps, 2 ranks of 3 windows of 64, dropout 0.2" in long
+    assert "| dense | 0.002 | 0.9, 0.95 | 2.000 ± 1.414 | +0.000 | 0.500 | 40.0x |" in short
+    assert "as advised | 0.002 | 0.9, 0.95 | 5.000 | +3.000 | 0.500 | 40.0x |" in short
     assert "2.00 M parameters on Shakespeare's plays" in table
