@@ -28,10 +28,10 @@ import records
 import workloads
 from book import Book, Record, markdown, origin, title
 from fusedcomp.buckets import Treatment, plan_buckets
-from fusedcomp.compressors import count_at
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.plan.calibration import Calibration, parse
 from fusedcomp.plan.cost import Cluster, Method, Planner
+from fusedcomp.sizing import count_at
 
 PATH = records.ROOT / "fusedcomp" / "plan" / "calibration.json"
 CARDS = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}

@@ -3,6 +3,7 @@
 from fusedcomp import ddp as ddp
 from fusedcomp.amp import GradScaler as GradScaler
 from fusedcomp.compressors import Identity as Identity
+from fusedcomp.compressors import Threshold as Threshold
 from fusedcomp.compressors import TopK as TopK
 from fusedcomp.memories import MomentumCorrection as MomentumCorrection
 from fusedcomp.memories import NoMemory as NoMemory
@@ -20,6 +21,7 @@ __all__ = [
     "MomentumCorrection",
     "NoMemory",
     "Residual",
+    "Threshold",
     "TopK",
     "broadcast_buffers",
     "ddp",

@@ -27,6 +27,11 @@ class Treatment(NamedTuple):
     dtype: torch.dtype  # of parameter and gradient
 
 
+def is_large(param: Tensor) -> bool:
+    """Is a parameter worth compressing? Vectors and what has fewer than 2048 elements never are."""
+    return param.ndim > 1 and param.numel() >= BLOCK
+
+
 @dataclass(eq=False)
 class Bucket:
     """Parameters that are exchanged together, their segments and their flat, padded states."""

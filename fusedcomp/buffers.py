@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from fusedcomp.buckets import Bucket
-from fusedcomp.compressors import Selection, TopK, num_samples
+from fusedcomp.compressors import TopK
 from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.refine import PACK
 from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import Operands, Segments
+from fusedcomp.sizing import Selection, num_samples
 from fusedcomp.wire import Payload, PayloadLayout, dense_numel
 
 
 @dataclass
 class PayloadBuffers:
-    """What depends on k: made anew when the density changes."""
+    """What depends on k: made anew when it changes."""
 
     layout: PayloadLayout
     ranks: Tensor  # i64 (scopes,)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedcomp.amp import GradScaler
 from fusedcomp.buckets import is_dense_layout
-from fusedcomp.compressors import Identity, TopK
+from fusedcomp.compressors import SPARSIFIERS, Identity, Threshold, TopK
 from fusedcomp.kernels.headers import FORMAT_VERSION
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
 from fusedcomp.values import is_flag, is_number
@@ -69,8 +69,8 @@ def clip(max_grad_norm: Any, clip_scope: Any) -> None:
 
 def memory_goes_with(name: str, compressor: Any, memory: Any, states: torch.dtype) -> None:
     """Check the records, and that states hold what is sent."""
-    if not isinstance(compressor, (TopK, Identity)):
-        raise TypeError(f"{name}: compressor must be TopK(...) or Identity(), got {compressor!r}")
+    if not isinstance(compressor, (*SPARSIFIERS, Identity)):
+        raise TypeError(f"{name}: compressor must be TopK(...), Threshold(...) or Identity(), got {compressor!r}")
     if states == torch.bfloat16 and getattr(compressor, "wire_dtype", None) == torch.float16:
         raise ValueError(
             f"{name}: wire_dtype=torch.float16 cannot go with state_dtype=torch.bfloat16, whose range it does not "
@@ -78,6 +78,14 @@ def memory_goes_with(name: str, compressor: Any, memory: Any, states: torch.dtyp
         )
     if not isinstance(memory, (MomentumCorrection, Residual, NoMemory)):
         raise TypeError(f"{name}: memory must be MomentumCorrection(), Residual() or NoMemory(), got {memory!r}")
+
+
+def knows_size(compressor: Any, names: Mapping[Tensor, str]) -> None:
+    """A threshold by density is of all of the model's elements: the hook's state must know the parameters."""
+    if isinstance(compressor, Threshold) and compressor.density is not None and not names:
+        raise ValueError(
+            f"CompressionState: {compressor!r} depends on the size of the model: pass params=model.named_parameters()"
+        )
 
 
 def momenta(name: str, momentum: Any, nesterov: Any) -> None:
@@ -189,8 +197,13 @@ def parameters(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
 
 def levels(group: Mapping[str, Any], name: Callable[[Tensor], str]) -> None:
     """Refuse what two levels of process groups cannot do."""
-    if not isinstance(group["compressor"], TopK):
+    if isinstance(group["compressor"], Identity):
         return
+    if not isinstance(group["compressor"], TopK):
+        raise NotImplementedError(
+            "process_group=(intra_node, inter_node) needs payloads whose sizes are known beforehand: use TopK(...), "
+            f"got {group['compressor']!r}"
+        )
     if group["momentum"] > 0 and not isinstance(group["memory"], MomentumCorrection):
         raise NotImplementedError(
             "process_group=(intra_node, inter_node) keeps momentum on the shard: it needs MomentumCorrection(), got "

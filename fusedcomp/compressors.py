@@ -1,24 +1,19 @@
 """Compressors: what is sent. Frozen records that hold no tensors and check themselves.
 
-TopK      the density * numel entries of largest |residual|, exactly, found in the one pass
-Identity  everything: torch's own optimizer, in our buckets
+TopK       the density * numel entries of largest |residual|, exactly, found in the one pass
+Threshold  every entry whose |residual| reaches a value that is the same in every step
+Identity   everything: torch's own optimizer, in our buckets
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fusedcomp.kernels.sample import LENIENCE
 from fusedcomp.values import is_count, is_number, plain
 
-# Sampled entries per scope: 16 are expected among the k largest, so that six standard deviations of their number lie
-# between k and 6 k (docs/decisions/0003-selection-margin.md).
-_SAMPLES_ABOVE = 16
-_LEAST_SAMPLES = 4096
-_DEVIATIONS = 6.0
 _WARMUP_STAGES = 4
 
 
@@ -35,7 +30,8 @@ class TopK:
         density: share of entries sent, in (0, 1]; 0.001 is Deep Gradient Compression's setting. 1 is a dense step.
         warmup_steps: steps over which the density falls exponentially to ``density``: four equal stages at
             ``density ** (1/5)``, ``(2/5)``, ``(3/5)``, ``(4/5)``; for 0.001 these are the paper's 25 %, 6.3 %, 1.6 %
-            and 0.4 %.
+            and 0.4 %. For epochs give their steps: ``4 * len(loader)``.
+        warmup_densities: instead of those four, a list of densities in (0, 1] for as many equal stages; 1 is dense.
         selection: ``"exact"`` sends exactly the k largest. ``"sampled"`` aims the sampled threshold at k itself and
             sends what passes it, at most k: a few per cent fewer entries, less work (DGC's own selection).
         scope: what the selection ranks over, ``"bucket"`` or ``"tensor"``. It changes results. ``"tensor"`` does not
@@ -54,81 +50,108 @@ class TopK:
     selection: str = "exact"
     scope: str = "bucket"
     wire_dtype: torch.dtype = torch.float32
+    warmup_densities: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if not is_number(self.density) or not 0.0 < self.density <= 1.0:
-            raise ValueError(f"TopK: density must be in (0, 1], got {self.density!r}")
+        _check_density("TopK: density", self.density)
         if not is_count(self.warmup_steps):
             raise ValueError(f"TopK: warmup_steps must be an integer >= 0, got {self.warmup_steps!r}")
+        if self.warmup_densities is not None:
+            self._check_warmup(self.warmup_densities)
         for name in ("density", "warmup_steps"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         if self.selection not in ("exact", "sampled"):
             raise ValueError(f"TopK: selection must be 'exact' or 'sampled', got {self.selection!r}")
         if self.scope not in ("bucket", "tensor"):
             raise ValueError(f"TopK: scope must be 'bucket' or 'tensor', got {self.scope!r}")
-        if self.wire_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        _check_wire("TopK", self.wire_dtype)
+
+    def _check_warmup(self, densities: Sequence[float]) -> None:
+        densities = tuple(plain(d) for d in densities)
+        for density in densities:
+            _check_density("TopK: warmup_densities", density)
+        if not 0 < len(densities) <= self.warmup_steps:
             raise ValueError(
-                f"TopK: wire_dtype must be torch.float32, torch.bfloat16 or torch.float16, got {self.wire_dtype!r}"
+                f"TopK: warmup_densities must be at least one density, and warmup_steps at least as many, got "
+                f"{len(densities)} densities for {self.warmup_steps!r} steps"
             )
+        object.__setattr__(self, "warmup_densities", densities)
 
     def density_at(self, step: int) -> float:
-        """Density of optimizer step ``step`` (from 0): never rises, ends at ``density``."""
+        """Density of optimizer step ``step`` (from 0); without ``warmup_densities`` it never rises."""
         if step >= self.warmup_steps:
             return self.density
+        if self.warmup_densities is not None:
+            return self.warmup_densities[len(self.warmup_densities) * step // self.warmup_steps]
         stage = _WARMUP_STAGES * step // self.warmup_steps + 1
         return self.density ** (stage / (_WARMUP_STAGES + 1))
 
 
-class Selection(NamedTuple):
-    """The host's numbers for one selection: all sizes are known before the pass runs."""
+@dataclass(frozen=True)
+class Threshold:
+    """Send every entry of the residual of at least ``value`` (Sahu et al., NeurIPS 2021: hard threshold).
 
-    ks: tuple[int, ...]  # entries to send, per scope
-    sample_ranks: tuple[int, ...]  # the sampled threshold is the sample of this rank, per scope
-    sample_aims: tuple[int, ...]  # the rank that the k-th entry would have among the samples, per scope
-    capacity: int  # of the candidate buffer
+    What stays behind is below ``value`` everywhere, in every step. Of all ways to send a given number of entries in a
+    run this one leaves the least behind, summed over steps (their theorem 1); how many a single step sends varies. A
+    payload has room for somewhat more than any rank asked for eight steps ago, which all headers say; what finds no
+    room stays in the residual, the smallest first.
 
-    @property
-    def k(self) -> int:
-        """Entries to send, over all scopes."""
-        return sum(self.ks)
+    Args:
+        value: in units of the gradient, of what memory has made of it: with ``MomentumCorrection()`` entries are up to
+            1 / (1 - momentum) larger. The paper has ``Residual()`` and the momentum behind the exchange.
+        density: instead of ``value``: the share of entries that is expected to be sent per step, in (0, 1]. The value
+            is then 1 / (2 sqrt(density * d)), d being the number of compressed elements of all param groups.
+        wire_dtype: as of ``TopK``.
 
-
-def count_at(density: float, numel: int) -> int:
-    """k: ``density * numel`` rounded up, at least 1; a product that is whole but for rounding stays whole."""
-    return max(1, min(numel, math.ceil(density * numel * (1.0 - 1e-12))))
-
-
-def num_samples(compressor: TopK, numel: int) -> int:
-    """How many of ``numel`` entries the threshold is sampled from; all of a small scope."""
-    return min(numel, max(_LEAST_SAMPLES, math.ceil(_SAMPLES_ABOVE / compressor.density)))
-
-
-def plan_selection(compressor: TopK, scope_numels: Sequence[int], step: int) -> Selection:
-    """k, sample rank and candidate capacity for every scope at ``step``.
-
-    Of s samples, m = k s / n are expected among the k largest. The threshold is the sample of rank m + 6 sqrt(m) + 6:
-    fewer than k candidates would need that many samples above the k-th entry. The capacity has the same margin upward,
-    beyond the quarter that cutting the threshold to few bits may let through (sample.py).
+    Raises:
+        ValueError: an argument is out of range.
     """
-    density = compressor.density_at(step)
-    ks, ranks, aims, capacity = [], [], [], 0
-    for numel in scope_numels:
-        k, samples = count_at(density, numel), num_samples(compressor, numel)
-        rank = k
-        if samples < numel:
-            expected = k * samples / numel
-            margin = _DEVIATIONS * (math.sqrt(expected) + 1.0) if compressor.selection == "exact" else 0.0
-            rank = min(samples, max(1, math.ceil(expected + margin)))
-        through = rank + rank // LENIENCE
-        most = (through + _DEVIATIONS * (math.sqrt(through) + 1.0)) * numel / samples
-        ks.append(k)
-        ranks.append(rank)
-        aims.append(max(1, round(k * samples / numel)))
-        capacity += min(numel, math.ceil(most))
-    return Selection(tuple(ks), tuple(ranks), tuple(aims), capacity)
+
+    value: float | None = None
+    density: float | None = None
+    wire_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.density is None):
+            raise ValueError(
+                f"Threshold: give value or density, and not both, got value={self.value!r}, density={self.density!r}"
+            )
+        if self.value is not None and (not is_number(self.value) or not 0.0 < self.value < math.inf):
+            raise ValueError(f"Threshold: value must be finite and > 0, got {self.value!r}")
+        if self.density is not None:
+            _check_density("Threshold: density", self.density)
+        for name in ("value", "density"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        _check_wire("Threshold", self.wire_dtype)
+
+    @classmethod
+    def from_density(cls, density: float, wire_dtype: torch.dtype = torch.float32) -> "Threshold":
+        """The authors' rule for a comparison with TopK(density): see ``density``."""
+        return cls(density=density, wire_dtype=wire_dtype)
+
+    def value_for(self, numel: int) -> float:
+        """The threshold of a model with ``numel`` compressed elements."""
+        if self.value is not None:
+            return self.value
+        assert self.density is not None
+        return 0.5 / math.sqrt(self.density * numel)
 
 
-Compressor = TopK | Identity
+def _check_density(name: str, density: Any) -> None:
+    if not is_number(density) or not 0.0 < density <= 1.0:
+        raise ValueError(f"{name} must be in (0, 1], got {density!r}")
+
+
+def _check_wire(name: str, wire_dtype: Any) -> None:
+    if wire_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{name}: wire_dtype must be torch.float32, torch.bfloat16 or torch.float16, got {wire_dtype!r}"
+        )
+
+
+SPARSIFIERS = (TopK, Threshold)  # entries are selected; what is not sent can stay behind
+Sparsifier = TopK | Threshold
+Compressor = TopK | Threshold | Identity
 
 
 def encode(record: Any) -> dict[str, Any]:

@@ -27,13 +27,12 @@ from torch.futures import Future
 
 from fusedcomp import checkpoint, checks
 from fusedcomp.amp import scale_of
-from fusedcomp.buckets import Bucket, Treatment, build_bucket, copy_states
+from fusedcomp.buckets import Bucket, Treatment, build_bucket, copy_states, is_large
 from fusedcomp.checkpoint import Steps
-from fusedcomp.compressors import Compressor, TopK
+from fusedcomp.compressors import SPARSIFIERS, Compressor
 from fusedcomp.ddp_parts import Entry, MomentumWatch, Part, named
 from fusedcomp.exchange import Clip, Hyper, Shared, Verdict
 from fusedcomp.exchanges import Exchanges, Plan, status_on
-from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.levels import resolve
 from fusedcomp.memories import Memory, MomentumCorrection, Residual
 from fusedcomp.values import plain
@@ -49,10 +48,10 @@ class CompressionState:
     ``no_sync``, ``find_unused_parameters`` (with ``zero_grad(set_to_none=True)``, torch's default) and ``join``.
 
     Args:
-        compressor: what is sent: ``TopK(...)`` or ``Identity()``. Parameters of one dimension and of fewer than 2048
-            elements are never compressed. ``scope="bucket"`` ranks over what is compressed of one of DDP's buckets, so
-            its ``bucket_cap_mb`` changes results; ``scope="tensor"`` does not depend on it, but for ties and for the
-            noise that rounds bf16 states.
+        compressor: what is sent: ``TopK(...)``, ``Threshold(...)`` or ``Identity()``. Parameters of one dimension and
+            of fewer than 2048 elements are never compressed. ``scope="bucket"`` ranks over what is compressed of one
+            of DDP's buckets, so its ``bucket_cap_mb`` changes results; ``scope="tensor"`` does not depend on it, but
+            for ties and for the noise that rounds bf16 states.
         params: the model's parameters or ``model.named_parameters()``; needed only to save and load.
         memory: ``Residual()`` (default): error feedback. ``MomentumCorrection()`` needs ``momentum``.
         momentum: of the hook, in [0, 1): what is handed to the optimizer is then a velocity. An optimizer with
@@ -101,6 +100,7 @@ class CompressionState:
             if grad_scaler is not None and not grad_scaler.is_enabled():
                 self.grad_scaler = None
             self._names = named(params)
+            checks.knows_size(compressor, self._names)
         self._clip = None if max_grad_norm is None else Clip(max_grad_norm, clip_scope)
         self._may_skip = skip_nonfinite or self.grad_scaler is not None
         fields = ("compressor", "memory", "momentum", "nesterov", "state_dtype")
@@ -242,10 +242,10 @@ class CompressionState:
         key = tuple(map(id, params))
         if key not in self._entries:
             dtype = bucket.buffer().dtype
-            compresses = isinstance(self.compressor, TopK)
+            compresses = isinstance(self.compressor, SPARSIFIERS)
             self._check(params, dtype, compresses and self._levels is not None)
             entry = Entry(params)
-            large = [i for i, p in enumerate(params) if p.ndim > 1 and p.numel() >= BLOCK]
+            large = [i for i, p in enumerate(params) if is_large(p)]
             # With Identity() nothing is small: a part of its own for every bucket, which leaves with it.
             at_once = large if compresses else list(range(len(params)))
             entry.rest = sorted(set(range(len(params))) - set(at_once))
@@ -287,7 +287,10 @@ class CompressionState:
         params = [entry.params[i] for entry, i in sources]
         treatment = Treatment(group=0, sparse=sparse, trust=False, decay=False, dtype=dtype)
         bucket = build_bucket(treatment, params, getattr(self.compressor, "scope", "bucket") == "tensor")
-        plan = Plan(self.compressor, self.memory, self.momentum > 0, self.state_dtype, self._levels)
+        compressed = sum(p.numel() for p in self._names if is_large(p))
+        plan = Plan(
+            self.compressor, self.memory, self.momentum > 0, self.state_dtype, self._levels, compressed=compressed
+        )
         sums = None if dtype == torch.float32 else self._room(bucket.segments.padded_numel)
         exchange = plan.exchange(bucket, self._exchanges.shared, self._seed.clone(), sums)
         copy_states([exchange.kept], {param: self._kept(param) for param in exchange.kept.params})

@@ -17,7 +17,7 @@ from fusedcomp import metrics
 from fusedcomp._dispatch import ops
 from fusedcomp.buckets import Bucket
 from fusedcomp.checkpoint import Steps
-from fusedcomp.compressors import Compressor, TopK
+from fusedcomp.compressors import SPARSIFIERS, Compressor, TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import RANKS_DIFFER
 from fusedcomp.levels import Levels, ShardedExchange
@@ -35,6 +35,7 @@ class Plan:
     state_dtype: torch.dtype
     levels: Levels | None = None
     always_sparse: bool = False
+    compressed: int = 0  # elements of all of the front's sparse buckets
 
     def exchange(self, bucket: Bucket, shared: Shared, seed: Tensor, sums: Tensor | None) -> Exchange:
         """The exchange of a bucket. ``sums``: room for the sums over ranks of 16-bit parameters."""
@@ -42,10 +43,10 @@ class Plan:
             return DenseExchange(bucket, shared, seed, self.with_momentum)
 
         def make(bucket: Bucket, shared: Shared, seed: Tensor) -> SparseExchange:
-            assert isinstance(self.compressor, TopK)
+            assert isinstance(self.compressor, SPARSIFIERS)
             return SparseExchange(
                 bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype,
-                self.always_sparse, sums,
+                self.always_sparse, sums, self.compressed,
             )  # fmt: skip
 
         if self.levels is None or self.levels.intra.world_size == 1:

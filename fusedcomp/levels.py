@@ -24,6 +24,7 @@ from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.segments import Operands
 from fusedcomp.pipeline import SparseExchange, layout_of
+from fusedcomp.sizing import plan_selection
 from fusedcomp.wire import Payload, dense_is_cheaper, dense_numel
 
 
@@ -193,7 +194,14 @@ class ShardedExchange(Exchange):
             return
         self.density = density
         nodes, trust, shards = self.levels.inter.world_size, self.trust is not None, list(self.shards.values())
-        layouts = [layout_of(self.compressor, shard.bucket.segments, trust, step) for shard in shards]
+        selections = {
+            place: plan_selection(self.compressor, shard.bucket.segments.scope_numels, density)
+            for place, shard in self.shards.items()
+        }
+        layouts = [
+            layout_of(self.compressor, shard.bucket.segments, trust, selections[place].k)
+            for place, shard in self.shards.items()
+        ]
         numels = [shard.bucket.segments.numel for shard in shards]
         dense = not self.always_sparse and any(
             dense_is_cheaper(layout.nbytes, 4 * numel, nodes) for layout, numel in zip(layouts, numels, strict=True)
@@ -207,7 +215,7 @@ class ShardedExchange(Exchange):
         self.gathered = torch.zeros((self.levels.intra.world_size, nbytes), dtype=torch.uint8, device=device)
         self.room = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         if self.inner is not None:
-            self.inner.prepare(step, dense, self.room)
+            self.inner.prepare(selections[self.levels.intra.rank], dense, self.room)
         for place, shard, layout, size in zip(self.shards, shards, layouts, sizes, strict=True):
             received = self.gathered[place, :size]
             shard.payload = shard.rows = None

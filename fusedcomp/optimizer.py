@@ -16,12 +16,11 @@ from torch import Tensor
 
 from fusedcomp import checkpoint, checks
 from fusedcomp.amp import GradScaler, scale_of
-from fusedcomp.buckets import Bucket, Treatment, copy_states, plan_buckets, positions
+from fusedcomp.buckets import Bucket, Treatment, copy_states, is_large, plan_buckets, positions
 from fusedcomp.checkpoint import Steps
-from fusedcomp.compressors import Identity, TopK
+from fusedcomp.compressors import SPARSIFIERS, Identity
 from fusedcomp.exchange import Exchange, Hyper, Shared, Verdict
 from fusedcomp.exchanges import Exchanges, Plan, status_on
-from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.levels import resolve
 from fusedcomp.memories import MomentumCorrection, Residual
 from fusedcomp.overlap import Backward
@@ -108,10 +107,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[index]
         is_vector = param.ndim <= 1
         always = self._settings.always_sparse
-        large_enough = always or (not is_vector and param.numel() >= BLOCK)
+        large_enough = always or is_large(param)
         return Treatment(
             group=index,
-            sparse=isinstance(group["compressor"], TopK) and large_enough,
+            sparse=isinstance(group["compressor"], SPARSIFIERS) and large_enough,
             trust="trust_coefficient" in group and not (is_vector and group["exclude_1d_from_trust"]),
             decay=not (is_vector and group.get("exclude_1d_from_decay", False)),
             dtype=param.dtype,
@@ -162,7 +161,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group, settings = self.param_groups[index], self._settings
         plan = Plan(
             group["compressor"], group["memory"], self._with_momentum[index], settings.state_dtype, self._levels,
-            settings.always_sparse,
+            settings.always_sparse, sum(b.segments.numel for b in self._buckets if b.treatment.sparse),
         )  # fmt: skip
         return plan.exchange(bucket, self._exchanges.shared, self._exchanges.new_seed(), sums)
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fusedcomp.buckets import Bucket
 from fusedcomp.buffers import PayloadBuffers, Reduced, sample_table
-from fusedcomp.compressors import TopK, plan_selection
+from fusedcomp.compressors import Sparsifier, Threshold
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.headers import FAILED
 from fusedcomp.kernels.refine import SCAN
 from fusedcomp.kernels.segments import WORDS, Segments
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
+from fusedcomp.sizing import NOTHING, THRESHOLD_WIDTH, Adaptive, Scheduled, Selection, Sizing, threshold_key
 from fusedcomp.wire import PayloadLayout, dense_is_cheaper
 
 _NOTHING = {"grad_scale": 1.0, "weight_decay": 0.0, "momentum": 0.0}
@@ -82,9 +83,8 @@ class DenseExchange(Exchange):
         )  # fmt: skip
 
 
-def layout_of(compressor: TopK, segments: Segments, with_norms: bool, step: int) -> PayloadLayout:
-    """What a rank sends at this step for a bucket of these segments."""
-    k = plan_selection(compressor, segments.scope_numels, step).k
+def layout_of(compressor: Sparsifier, segments: Segments, with_norms: bool, k: int) -> PayloadLayout:
+    """What a rank sends for a bucket of these segments if it sends k entries."""
     return PayloadLayout(len(segments.numels), segments.num_pages, k, with_norms, compressor.wire_dtype)
 
 
@@ -96,12 +96,13 @@ class SparseExchange(Exchange):
         bucket: Bucket,
         shared: Shared,
         seed: Tensor,
-        compressor: TopK,
+        compressor: Sparsifier,
         memory: Memory,
         with_momentum: bool,
         state_dtype: torch.dtype,
         always_sparse: bool,
         sums: Tensor | None,
+        compressed: int,
     ) -> None:
         super().__init__(bucket, shared, seed)
         self.compressor, self.memory, self.always_sparse, self.sums = compressor, memory, always_sparse, sums
@@ -125,8 +126,6 @@ class SparseExchange(Exchange):
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.samples, self.sample_groups = sample_table(compressor, segments)
-        self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
         self.thresholds = zeros(scopes, dtype=torch.int64)
         self.counts = zeros(segments.num_blocks, dtype=torch.int32)
         self.marks = zeros(segments.num_blocks, WORDS, dtype=torch.int32)
@@ -138,7 +137,17 @@ class SparseExchange(Exchange):
         self.tickets = zeros(scopes, dtype=torch.int32)
         self.scanned = zeros(1 + 2 * -(-segments.num_blocks // SCAN), dtype=torch.int64)
         self.minus_one = torch.full((1,), -1.0, dtype=torch.float32, device=device)
-        self.density = 0.0  # that ``buffers`` are for
+        self.sizing: Sizing
+        if isinstance(compressor, Threshold):
+            key = threshold_key(compressor.value_for(compressed), self.residual.itemsize == 2)
+            self.least = torch.full((scopes,), key, dtype=torch.int64, device=device)
+            self.widths.fill_(THRESHOLD_WIDTH)
+            self.sizing = Adaptive(segments.numel, self._goes_dense, self.group.world_size, device)
+        else:
+            self.samples, self.sample_groups = sample_table(compressor, segments)
+            self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
+            self.sizing = Scheduled(compressor, segments.scope_numels)
+        self.selection = NOTHING  # that ``buffers`` are for
         self.buffers: PayloadBuffers
         self.dense_step = False
         self.reduced: Reduced | None = None
@@ -181,24 +190,25 @@ class SparseExchange(Exchange):
             self._gather()
 
     def _prepare(self, step: int) -> None:
-        if self.compressor.density_at(step) != self.density:
-            layout, numel = self._layout(step), self.bucket.segments.numel
-            dense = dense_is_cheaper(layout.nbytes, 4 * numel, self.group.world_size) and not self.always_sparse
-            self.prepare(step, dense, None)
+        selection = self.sizing.at(step)
+        if selection is not self.selection:
+            self.prepare(selection, self._goes_dense(selection.k), None)
 
-    def _layout(self, step: int) -> PayloadLayout:
-        return layout_of(self.compressor, self.bucket.segments, self.trust is not None, step)
+    def _layout(self, k: int) -> PayloadLayout:
+        return layout_of(self.compressor, self.bucket.segments, self.trust is not None, k)
 
-    def prepare(self, step: int, dense: bool, room: Tensor | None) -> None:
-        """Buffers for this step's density; the same decision on every rank. ``room``: u8, where to receive."""
-        self.density, self.dense_step = self.compressor.density_at(step), dense
-        segments = self.bucket.segments
+    def _goes_dense(self, k: int) -> bool:
+        nbytes, raw = self._layout(k).nbytes, 4 * self.bucket.segments.numel
+        return dense_is_cheaper(nbytes, raw, self.group.world_size) and not self.always_sparse
+
+    def prepare(self, selection: Selection, dense: bool, room: Tensor | None) -> None:
+        """Buffers for this selection; the same decision on every rank. ``room``: u8, where to receive."""
+        self.selection, self.dense_step = selection, dense
         if self.reduced is None and (dense or "momentum_buffer" in self.bucket.states):
             self.reduced = Reduced.allocate(self.bucket, self.trust is not None)
         if not dense:
             self.buffers = PayloadBuffers.allocate(
-                self._layout(step), plan_selection(self.compressor, segments.scope_numels, step),
-                self.group.world_size, self.bucket.device, room,
+                self._layout(selection.k), selection, self.group.world_size, self.bucket.device, room
             )  # fmt: skip
 
     def _trust_ratios(self, hyper: Hyper, decay: float) -> None:
@@ -209,19 +219,27 @@ class SparseExchange(Exchange):
         )  # fmt: skip
 
     def _compress(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
-        segments, operands, buffers = self.bucket.segments, self.bucket.operands, self.buffers
-        self.ops.sample.sample_threshold(
-            segments, operands, self.samples, self.sample_groups, buffers.sample_ranks, buffers.sample_aims,
-            self.velocity, self.residual, self.trust, self.scales, self.seed, self.shared.parity,
-            self.sample_keys, self.histograms, self.tickets, self.thresholds, self.widths, **numbers,
-        )  # fmt: skip
+        payload = self.buffers.payload
+        self._find_threshold(numbers)
         self._pass(numbers)
         self._refine()
         if self.trust is not None:
-            self.ops.norms.reduce_norms(segments, self.partials, buffers.payload.norms[0].view(2, -1))
+            self.ops.norms.reduce_norms(self.bucket.segments, self.partials, payload.norms[0].view(2, -1))
         if failed is not None:
-            buffers.payload.header[0, 2] |= failed * FAILED.value
+            payload.header[0, 2] |= failed * FAILED.value
         self._gather()
+
+    def _find_threshold(self, numbers: dict[str, Any]) -> None:
+        """What a candidate must reach: sampled, or the compressor's own."""
+        if isinstance(self.compressor, Threshold):
+            self.thresholds.copy_(self.least)  # where there was no room for all, refining has raised it
+            return
+        self.ops.sample.sample_threshold(
+            self.bucket.segments, self.bucket.operands, self.samples, self.sample_groups, self.buffers.sample_ranks,
+            self.buffers.sample_aims, self.velocity, self.residual, self.trust, self.scales, self.seed,
+            self.shared.parity, self.sample_keys, self.histograms, self.tickets, self.thresholds, self.widths,
+            **numbers,
+        )  # fmt: skip
 
     def _pass(self, numbers: dict[str, Any]) -> None:
         segments, operands = self.bucket.segments, self.bucket.operands
@@ -264,6 +282,12 @@ class SparseExchange(Exchange):
             if self.group.rank != 0:
                 norms[1].zero_()
         self.reduce(reduced, False if failed is None else failed)
+
+    def wait(self) -> None:
+        """Make the current stream (on CPU: the host) wait for the exchange."""
+        super().wait()
+        if not self.dense_step:
+            self.sizing.note(self.buffers.payloads.header)
 
     def read(self) -> None:
         """Take in the headers."""
@@ -327,14 +351,15 @@ class SparseExchange(Exchange):
     def metrics(self) -> dict[str, Tensor]:
         """This bucket's share of ``CompressedOptimizer.metrics``."""
         segments, device = self.bucket.segments, self.bucket.device
-        if self.dense_step or self.density == 0.0:  # there was no step yet
+        if self.dense_step or self.selection is NOTHING:  # there was no step yet
             nnz = torch.full((), segments.numel if self.dense_step else 0, dtype=torch.int64, device=device)
             candidates = overflow = torch.zeros_like(nnz)
             threshold = torch.zeros(len(self.thresholds), dtype=torch.float32, device=device)
         else:
             nnz = self.buffers.payload.starts[0, -1].long()
             candidates = self.offsets[-1].clone()
-            overflow = (candidates - self.buffers.keys.numel()).clamp(min=0)
+            room = self.selection.k if isinstance(self.compressor, Threshold) else self.buffers.keys.numel()
+            overflow = (candidates - room).clamp(min=0)
             hashed = 48 if self.residual.itemsize == 2 else 32  # the key's bits below the magnitude (kernels/keys.py)
             threshold = (self.thresholds >> hashed << hashed - 32).to(torch.int32).view(torch.float32)
         square = torch.zeros((), dtype=torch.float64, device=device)

@@ -20,7 +20,7 @@ NON_FINITE = tl.constexpr(1)  # bits of the flags word
 FAILED = tl.constexpr(2)
 A_RANK_FAILED = tl.constexpr(1)  # bits of the second word of the status
 RANKS_DIFFER = tl.constexpr(2)
-HEADER_WORDS = 4  # version, number of values, flags, step; then the presence words
+HEADER_WORDS = 4  # version, number of candidates, flags, step; then the presence words
 TRAILER_WORDS = 6  # ranks that are not finite, that failed; sums of step % 64, of its square, and of the same of % 61
 
 
@@ -33,14 +33,14 @@ def _told_by_sums(first, second, world):
 
 @triton.jit
 def fill_header(
-    address_ptr, flag_ptr, seed_ptr, header_ptr, count, asked, num_segments, words,
+    address_ptr, flag_ptr, seed_ptr, header_ptr, candidates, asked, num_segments, words,
     VERSION: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """A payload's header, by the program that packs its end; resets the flag, ends the bucket's step."""
     seed = tl.load(seed_ptr)
     # Payloads of equal size differ by a few entries at most: the low bits tell how many were asked for.
     tl.store(header_ptr, VERSION + ((asked & 0x7FFF) << 16))
-    tl.store(header_ptr + 1, count)
+    tl.store(header_ptr + 1, candidates.to(tl.int32))
     tl.store(header_ptr + 2, tl.where(tl.load(flag_ptr) != 0, NON_FINITE, 0))
     tl.store(header_ptr + 3, seed)
     lane = tl.arange(0, 32)

@@ -247,7 +247,8 @@ def _pack_payload_kernel(
             tl.store(out_indices_ptr + unused, tl.zeros((CHUNK,), tl.int16), mask=unused < num_values)
             tl.store(values_ptr + unused, narrow(tl.zeros((CHUNK,), tl.float32), WIRE), mask=unused < num_values)
         fill_header(
-            address_ptr, flag_ptr, seed_ptr, header_ptr, total, num_values, num_segments, words, VERSION, FIRST
+            address_ptr, flag_ptr, seed_ptr, header_ptr, tl.load(offsets_ptr + num_blocks), num_values, num_segments,
+            words, VERSION, FIRST,
         )  # fmt: skip
 
 

@@ -19,9 +19,21 @@ FRONT = sorted(path for path in (ROOT / "fusedcomp").rglob("*.py") if LINK not i
 LAYERS = (
     {"kernels"},
     {"_dispatch", "wire", "buckets", "values", "amp"},
-    {"compressors", "memories", "collectives", "rules"},
+    {"compressors", "memories", "collectives", "rules", "sizing", "bandit"},
     {"checks", "checkpoint", "buffers", "exchange", "pipeline", "levels"},
-    {"metrics", "exchanges", "settings", "overlap", "optimizer", "optim", "ddp", "ddp_parts", "modules"},
+    {
+        "metrics",
+        "exchanges",
+        "settings",
+        "overlap",
+        "optimizer",
+        "optim",
+        "ddp",
+        "ddp_parts",
+        "modules",
+        "jointspar",
+        "jointspar_parts",
+    },
     {"__init__"},  # the public names
     {"demo", "doctor", "plan", "__main__"},
 )

@@ -29,6 +29,9 @@ OPTIMIZERS = {
     "guarded": lambda p: fusedcomp.SGD(
         p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5, clip_scope="bucket", skip_nonfinite=True
     ),
+    "threshold": lambda p: fusedcomp.SGD(
+        p, lr=0.01, momentum=0.9, compressor=fusedcomp.Threshold.from_density(0.01), memory=fusedcomp.Residual()
+    ),
     "clipped": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5),
 }
 

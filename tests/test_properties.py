@@ -3,17 +3,14 @@
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
 
-import fusedcomp
 from fusedcomp import MomentumCorrection, Residual, TopK
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
-from fusedcomp.kernels.reference.apply import apply_payloads
 from fusedcomp.kernels.reference.keys import mix32
 from fusedcomp.kernels.reference.norms import trust_ratios
 from fusedcomp.kernels.segments import Operands, Segments
-from fusedcomp.pipeline import SparseExchange
 from fusedcomp.wire import PayloadLayout, dense_is_cheaper
+from steppers import sent_by, stepper
 
 shapes = st.tuples(st.integers(1, 70), st.integers(1, 70))
 seeds = st.integers(0, 2**31)
@@ -21,34 +18,11 @@ scopes = st.sampled_from(["bucket", "tensor"])
 wires = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-def stepper(shape, density, memory, momentum, lr=1.0, **more):
-    weight = nn.Parameter(torch.zeros(shape))
-    optimizer = fusedcomp.SGD(
-        [weight], lr=lr, momentum=momentum, compressor=TopK(density, **more), memory=memory, _always_sparse=True
-    )
-    exchange = optimizer._exchanges[0]
-    assert isinstance(exchange, SparseExchange)
-    return weight, optimizer, exchange
-
-
-def sent_by(exchange: SparseExchange) -> torch.Tensor:
-    """What the payload holds, as a padded dense vector."""
-    payload = exchange.buffers.layout.views(exchange.buffers.own.view(1, -1))
-    dense = torch.zeros(exchange.bucket.segments.padded_numel)
-    operands = Operands([dense])
-    segments = Segments.build([len(dense)], dense.device)
-    apply_payloads(
-        segments, operands, payload.starts, payload.indices, payload.values, torch.tensor([-1.0]), None,
-        exchange.status, None, exchange.present, None, inverse_world=1.0,
-    )  # fmt: skip
-    return dense
-
-
 @given(shape=shapes, density=st.floats(1e-3, 1.0), seed=seeds, nesterov=st.booleans(), scope=scopes)
 def test_nothing_is_lost_in_a_step(shape, density, seed, nesterov, scope) -> None:
     """fl(residual + update) == sent + kept, bit for bit; an entry is either sent or kept; masked exactly where sent."""
     generator = torch.Generator().manual_seed(seed)
-    weight, optimizer, exchange = stepper(shape, density, MomentumCorrection(), 0.9, scope=scope)
+    weight, optimizer, exchange = stepper(shape, TopK(density, scope=scope), MomentumCorrection(), 0.9)
     optimizer.param_groups[0]["nesterov"] = nesterov
     for _ in range(3):
         velocity, residual = exchange.velocity.clone(), exchange.residual.clone()
@@ -69,7 +43,7 @@ def test_nothing_is_lost_in_a_step(shape, density, seed, nesterov, scope) -> Non
 def test_nothing_is_lost_over_a_run(shape, density, seed, steps) -> None:
     """Dyadic data: weight + lr * (all velocities) == lr * residual bit for bit, masking off (DGC invariant 2)."""
     generator = torch.Generator().manual_seed(seed)
-    weight, optimizer, _ = stepper(shape, density, MomentumCorrection(masking=False), 0.5)
+    weight, optimizer, _ = stepper(shape, TopK(density), MomentumCorrection(masking=False), 0.5)
     total, velocity = torch.zeros(shape), torch.zeros(shape)
     for _ in range(steps):
         weight.grad = torch.randint(-8, 9, shape, generator=generator).float()
@@ -83,7 +57,7 @@ def test_nothing_is_lost_over_a_run(shape, density, seed, steps) -> None:
 @given(shape=shapes, density=st.floats(1e-2, 1.0), seed=seeds)
 def test_error_feedback_conserves_gradients(shape, density, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight, optimizer, _ = stepper(shape, density, Residual(), 0.0)
+    weight, optimizer, _ = stepper(shape, TopK(density), Residual(), 0.0)
     total = torch.zeros(shape)
     for _ in range(6):
         weight.grad = torch.randint(-8, 9, shape, generator=generator).float()
@@ -96,7 +70,7 @@ def test_error_feedback_conserves_gradients(shape, density, seed) -> None:
 def test_masking_at_density_one_is_plain_sgd(shape, seed) -> None:
     """DGC invariant 3: with everything sent and masked, the sum sent is the sum of gradients."""
     generator = torch.Generator().manual_seed(seed)
-    weight, optimizer, _ = stepper(shape, 1.0, MomentumCorrection(), 0.9)
+    weight, optimizer, _ = stepper(shape, TopK(1.0), MomentumCorrection(), 0.9)
     total = torch.zeros(shape)
     for _ in range(4):
         weight.grad = torch.randint(-8, 9, shape, generator=generator).float()
@@ -109,7 +83,7 @@ def test_masking_at_density_one_is_plain_sgd(shape, seed) -> None:
 def test_topk_is_a_contraction(density, seed) -> None:
     """|x - C(x)|^2 <= (1 - k/d) |x|^2, and no kept entry exceeds a sent one."""
     generator = torch.Generator().manual_seed(seed)
-    weight, optimizer, exchange = stepper((50, 50), density, Residual(), 0.0)
+    weight, optimizer, exchange = stepper((50, 50), TopK(density), Residual(), 0.0)
     weight.grad = torch.randn(50, 50, generator=generator)
     optimizer.step()
     sent, kept = sent_by(exchange), exchange.residual

@@ -1,5 +1,7 @@
 """TopK(selection="exact"): the k largest, on real training steps, through shocks, schedules and a resume."""
 
+import functools
+import io
 import math
 
 import torch
@@ -10,9 +12,9 @@ from torch import nn
 
 import fusedcomp
 from fusedcomp import MomentumCorrection, Residual, TopK
-from fusedcomp.compressors import count_at, num_samples, plan_selection
 from fusedcomp.pipeline import SparseExchange
-from ranks import run
+from fusedcomp.sizing import count_at, num_samples, plan_selection
+from ranks import message_of, run
 
 STEPS = 1000
 SPIKE, SHRINK, RESUME = 400, 600, 800
@@ -116,7 +118,7 @@ def test_exact_over_a_thousand_real_steps() -> None:
 def test_plan_never_exceeds_the_scope(density: float, numel: int) -> None:
     for selection in ("exact", "sampled"):
         compressor = TopK(density, selection=selection)
-        plan = plan_selection(compressor, [numel], 0)
+        plan = plan_selection(compressor, [numel], compressor.density_at(0))
         samples = num_samples(compressor, numel)
         assert 1 <= plan.k <= numel
         assert plan.k <= plan.capacity <= numel or (selection == "sampled" and plan.capacity <= numel)
@@ -147,3 +149,64 @@ def test_warmup_is_the_papers_schedule() -> None:
     compressor = TopK(0.001, warmup_steps=400)
     for step, sparsity in ((0, 0.75), (100, 0.9375), (200, 0.984375), (300, 0.996), (400, 0.999)):
         assert math.isclose(1 - compressor.density_at(step), sparsity, abs_tol=0.002)
+
+
+@given(
+    densities=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=6), each=st.integers(1, 50), more=st.integers(0, 5)
+)
+def test_a_list_of_densities(densities: list[float], each: int, more: int) -> None:
+    """Equal stages in the order given; where the steps do not divide, none is longer than another by more than one."""
+    stages, steps = len(densities), len(densities) * each + more % len(densities)
+    compressor = TopK(0.001, warmup_steps=steps, warmup_densities=densities)
+    stage_of = [stages * step // steps for step in range(steps)]
+    assert [compressor.density_at(stage_of.index(stage)) for stage in range(stages)] == densities
+    assert [compressor.density_at(step) for step in range(steps)] == [densities[stage] for stage in stage_of]
+    lengths = [stage_of.count(stage) for stage in range(stages)]
+    assert max(lengths) - min(lengths) <= 1
+    assert compressor.density_at(steps) == 0.001
+
+
+def test_schedules_of_groups_and_through_a_checkpoint() -> None:
+    """Every param group has its own; a resumed run goes on where the schedule was."""
+    weights = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    schedule = TopK(0.01, warmup_steps=4, warmup_densities=[1.0, 0.25])
+    groups = [{"params": weights[:1], "compressor": schedule}, {"params": weights[1:]}]
+    make = functools.partial(fusedcomp.SGD, lr=0.1, compressor=TopK(0.05), memory=Residual())
+    optimizer = make(groups)
+    sent = []
+    for number in range(6):
+        if number == 3:
+            saved = io.BytesIO()
+            torch.save(optimizer.state_dict(), saved)
+            optimizer = make([{"params": weights[:1]}, {"params": weights[1:]}])
+            optimizer.load_state_dict(torch.load(io.BytesIO(saved.getvalue()), weights_only=True))
+            assert [g["compressor"] for g in optimizer.param_groups] == [schedule, TopK(0.05)]
+        for weight in weights:
+            weight.grad = torch.randn(64, 64)
+        optimizer.step()
+        by_bucket = [int(e.metrics()["nnz"]) for e in optimizer._exchanges]
+        sent.append(sorted(by_bucket, reverse=True))
+    assert sent == [[4096, 205], [4096, 205], [1024, 205], [1024, 205], [205, 41], [205, 41]]
+
+
+def test_a_dense_warmup_is_dense_momentum_without_masking() -> None:
+    weight, reference = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
+    warm = TopK(0.01, warmup_steps=5, warmup_densities=[1.0])
+    optimizer = fusedcomp.SGD([weight], lr=0.1, momentum=0.9, compressor=warm)
+    plain = torch.optim.SGD([reference], lr=0.1, momentum=0.9)
+    for _ in range(5):
+        weight.grad = torch.randn(64, 64)
+        reference.grad = weight.grad.clone()
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(weight, reference, rtol=1e-6, atol=1e-6)
+    assert not optimizer.state[weight]["residual"].any()
+
+
+def test_bad_schedules() -> None:
+    for arguments, told in (
+        ({"warmup_densities": [0.5]}, "at least one density, and warmup_steps at least as many, got 1 densities for 0"),
+        ({"warmup_steps": 3, "warmup_densities": []}, "at least one density"),
+        ({"warmup_steps": 3, "warmup_densities": [0.5, 1.5]}, "warmup_densities must be in (0, 1], got 1.5"),
+    ):
+        assert told in message_of(lambda arguments=arguments: TopK(0.01, **arguments))

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusedcomp.compressors import count_at
 from fusedcomp.plan.calibration import Bucket, Calibration, Workload
+from fusedcomp.sizing import count_at
 from fusedcomp.wire import PayloadLayout, dense_is_cheaper, dense_numel
 
 FORWARD = 1 / 3  # of a step without communication

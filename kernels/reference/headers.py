@@ -19,11 +19,11 @@ def _bits(words: Tensor, count: int) -> Tensor:
 
 
 def end_payload(
-    operands: Operands, flag: Tensor, seed: Tensor, header: Tensor, count: Tensor, asked: int, version: int
+    operands: Operands, flag: Tensor, seed: Tensor, header: Tensor, candidates: Tensor, asked: int, version: int
 ) -> None:
     """What ``fill_header`` does on the device."""
     header[0] = version + ((asked & 0x7FFF) << 16)
-    header[1] = count
+    header[1] = candidates
     header[2] = (flag[0] != 0) * NON_FINITE
     header[3] = seed[0]
     bits = torch.zeros((header.numel() - HEADER_WORDS) * 32, dtype=torch.int64, device=header.device)

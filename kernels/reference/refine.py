@@ -85,4 +85,4 @@ def pack_payload(
     residual[won] = 0.0 if lossless else torch.where(value.isfinite(), value - sent.float(), 0.0)
     if velocity is not None:
         velocity[won] = 0.0
-    end_payload(operands, flag, seed, header, starts[-1], values.numel(), ENCODING[values.dtype])
+    end_payload(operands, flag, seed, header, offsets[-1], values.numel(), ENCODING[values.dtype])

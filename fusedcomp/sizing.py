@@ -1,0 +1,198 @@
+"""How many entries a payload has room for: the same number on every rank, known to the host before the pass.
+
+Scheduled  TopK: what its density makes of the bucket, exactly
+Adaptive   Threshold: somewhat more than any rank asked for ``LAG`` steps ago, which the headers of all ranks say
+"""
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomp.compressors import TopK
+from fusedcomp.kernels.sample import LENIENCE
+
+# Sampled entries per scope: 16 are expected among the k largest, so that six standard deviations of their number lie
+# between k and 6 k (docs/decisions/0003-selection-margin.md).
+_SAMPLES_ABOVE = 16
+_LEAST_SAMPLES = 4096
+_DEVIATIONS = 6.0
+
+
+class Selection(NamedTuple):
+    """The host's numbers for one selection: all sizes are known before the pass runs."""
+
+    ks: tuple[int, ...]  # entries to send, per scope
+    sample_ranks: tuple[int, ...]  # the sampled threshold is the sample of this rank, per scope
+    sample_aims: tuple[int, ...]  # the rank that the k-th entry would have among the samples, per scope
+    capacity: int  # of the candidate buffer
+
+    @property
+    def k(self) -> int:
+        """Entries to send, over all scopes."""
+        return sum(self.ks)
+
+
+def count_at(density: float, numel: int) -> int:
+    """k: ``density * numel`` rounded up, at least 1; a product that is whole but for rounding stays whole."""
+    return max(1, min(numel, math.ceil(density * numel * (1.0 - 1e-12))))
+
+
+def num_samples(compressor: TopK, numel: int) -> int:
+    """How many of ``numel`` entries the threshold is sampled from; all of a small scope."""
+    return min(numel, max(_LEAST_SAMPLES, math.ceil(_SAMPLES_ABOVE / compressor.density)))
+
+
+def plan_selection(compressor: TopK, scope_numels: Sequence[int], density: float) -> Selection:
+    """k, sample rank and candidate capacity for every scope.
+
+    Of s samples, m = k s / n are expected among the k largest. The threshold is the sample of rank m + 6 sqrt(m) + 6:
+    fewer than k candidates would need that many samples above the k-th entry. The capacity has the same margin upward,
+    beyond the quarter that cutting the threshold to few bits may let through (sample.py).
+    """
+    ks, ranks, aims, capacity = [], [], [], 0
+    for numel in scope_numels:
+        k, samples = count_at(density, numel), num_samples(compressor, numel)
+        rank = k
+        if samples < numel:
+            expected = k * samples / numel
+            margin = _DEVIATIONS * (math.sqrt(expected) + 1.0) if compressor.selection == "exact" else 0.0
+            rank = min(samples, max(1, math.ceil(expected + margin)))
+        through = rank + rank // LENIENCE
+        most = (through + _DEVIATIONS * (math.sqrt(through) + 1.0)) * numel / samples
+        ks.append(k)
+        ranks.append(rank)
+        aims.append(max(1, round(k * samples / numel)))
+        capacity += min(numel, math.ceil(most))
+    return Selection(tuple(ks), tuple(ranks), tuple(aims), capacity)
+
+
+# Bits of a digit above a given threshold: 64 to a factor of two, 256 reach 16 times as far (kernels/digits.py).
+THRESHOLD_WIDTH = 49
+NOTHING = Selection((), (), (), 0)
+
+
+class Scheduled:
+    """By TopK's density of the step. The same object as long as nothing changes."""
+
+    def __init__(self, compressor: TopK, scope_numels: Sequence[int]) -> None:
+        self.compressor, self.scope_numels = compressor, scope_numels
+        self.density, self.selection = 0.0, NOTHING
+
+    def at(self, step: int) -> Selection:
+        """The selection of this step."""
+        density = self.compressor.density_at(step)
+        if density != self.density:
+            self.density = density
+            self.selection = plan_selection(self.compressor, self.scope_numels, density)
+        return self.selection
+
+    def note(self, headers: Tensor) -> None:
+        """What ranks ask for is known."""
+
+
+def threshold_key(value: float, half: bool) -> int:
+    """The least key of a magnitude of at least ``value`` (> 0) in fp32; half: among magnitudes of 16 bits."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    if struct.unpack("<f", struct.pack("<f", value))[0] < value:  # rounded down
+        bits += 1
+    if half:
+        bits = -(-bits // 65536) * 65536
+    return int(bits) << 32
+
+
+class Adaptive:
+    """By what ranks asked for.
+
+    Every rank sees the same headers, those of exactly ``LAG`` steps before, waiting for their copy if it must: so all
+    come to the same size, without a word more on the wire. In a CUDA graph the size stays what it was.
+
+    Args:
+        numel: elements of the bucket.
+        goes_dense: would a payload with room for so many entries be sent densely?
+        world_size: ranks whose headers there are.
+        device: where they are.
+    """
+
+    LAG = 8
+    _FIRST = 16  # before the first header there is room for numel / 16 entries
+    _SLACK, _LEAST = 1.25, 64  # more room than was asked for
+    _WASTE = 2.0  # more room than so many times what is needed becomes less
+
+    def __init__(self, numel: int, goes_dense: Callable[[int], bool], world_size: int, device: torch.device) -> None:
+        self.everything = self._with_room(numel, numel)
+        self.limit = self._with_room(_most(numel, goes_dense), numel)
+        self.selection = self._fitting(max(self._LEAST, numel // self._FIRST))
+        pinned = device.type == "cuda"
+        self._asked = torch.zeros((self.LAG, world_size, 2), dtype=torch.int32, pin_memory=pinned)  # and flags
+        self._copied = [torch.cuda.Event() for _ in range(self.LAG)] if pinned else []
+        self._steps = [-1] * self.LAG  # whose headers the rows are
+        self._was_dense = [False] * self.LAG
+        self._step = -1
+
+    def at(self, step: int) -> Selection:
+        """The selection of this step."""
+        if self._is_capturing():
+            return self.selection
+        self._step = step
+        row, before = step % self.LAG, step - self.LAG
+        if before >= 0 and self._steps[row] == before:
+            self.selection = self._after(row)
+        # Of a dense step there will be no header.
+        self._steps[row], self._was_dense[row] = step, self.selection is self.everything
+        return self.selection
+
+    def note(self, headers: Tensor) -> None:
+        """Take in the headers of all ranks, of the step whose selection was the last: i32 (world, words)."""
+        if self._is_capturing():
+            return
+        row = self._step % self.LAG
+        self._asked[row].copy_(headers[:, 1:3], non_blocking=True)
+        if self._copied:
+            self._copied[row].record()
+
+    def _after(self, row: int) -> Selection:
+        if self._was_dense[row]:  # nobody was asked: see what a payload can take
+            return self.limit if self.selection is self.everything else self.selection
+        if self._copied and not self._copied[row].query():
+            self._copied[row].synchronize()
+        if self._asked[row, :, 1].any():  # not finite, or a rank failed: no measure of what is to come
+            return self.selection
+        asked = int(self._asked[row, :, 0].max())
+        if asked > self.limit.k:
+            return self.everything
+        needed, room = math.ceil(self._SLACK * asked) + self._LEAST, self.selection.k
+        if asked > room or self.selection is self.everything:
+            return self._fitting(needed)
+        if room > self._WASTE * needed and row == 0:  # slowly: residuals take some steps to fill
+            return self._fitting(max(needed, room // 2))
+        return self.selection
+
+    def _fitting(self, entries: int) -> Selection:
+        """Room for at least so many, if that is a payload at all."""
+        return self.limit if entries >= self.limit.k else self._with_room(entries, self.everything.k)
+
+    def _is_capturing(self) -> bool:
+        return bool(self._copied) and torch.cuda.is_current_stream_capturing()
+
+    @staticmethod
+    def _with_room(entries: int, numel: int) -> Selection:
+        """Candidates are what reaches the threshold; of twice as many as there is room for the largest are sent."""
+        return Selection((entries,), (0,), (0,), min(numel, 2 * entries))
+
+
+def _most(numel: int, goes_dense: Callable[[int], bool]) -> int:
+    """The most entries that are not sent densely; all, if none are."""
+    if goes_dense(1):
+        return numel
+    low, high = 1, numel + 1  # the first is a payload, the last too large
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if goes_dense(middle) else (middle, high)
+    return low
+
+
+Sizing = Scheduled | Adaptive
