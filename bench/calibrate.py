@@ -250,7 +250,7 @@ def _ready(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[int, float]
 
 def _buckets(params: Sequence[nn.Parameter], ready: dict[int, float]) -> Iterator[dict[str, Any]]:
     """As fusedcomp.SGD cuts them."""
-    treatments = [Treatment(0, p.ndim > 1 and p.numel() >= BLOCK, False, True, p.dtype) for p in params]
+    treatments = [Treatment(0, p.ndim > 1 and p.numel() >= BLOCK, False, "gradient", p.dtype) for p in params]
     for bucket in plan_buckets(list(zip(params, treatments, strict=True)), _CAP_MB * 2**20, [False]):
         segments = bucket.segments
         yield {

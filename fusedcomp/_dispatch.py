@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import torch
 
-from fusedcomp.kernels import apply, clip, compress, dense, headers, norms, refine, sample, verdict
+from fusedcomp.kernels import apply, clip, compress, decay, dense, headers, norms, refine, sample, verdict
 from fusedcomp.kernels.reference import apply as apply_twin
 from fusedcomp.kernels.reference import clip as clip_twin
 from fusedcomp.kernels.reference import compress as compress_twin
+from fusedcomp.kernels.reference import decay as decay_twin
 from fusedcomp.kernels.reference import dense as dense_twin
 from fusedcomp.kernels.reference import headers as headers_twin
 from fusedcomp.kernels.reference import norms as norms_twin
@@ -24,6 +25,7 @@ _KERNELS = SimpleNamespace(
     apply=apply,
     clip=clip,
     compress=compress,
+    decay=decay,
     dense=dense,
     headers=headers,
     norms=norms,
@@ -35,6 +37,7 @@ _TWINS = SimpleNamespace(
     apply=apply_twin,
     clip=clip_twin,
     compress=compress_twin,
+    decay=decay_twin,
     dense=dense_twin,
     headers=headers_twin,
     norms=norms_twin,

@@ -23,7 +23,7 @@ class Treatment(NamedTuple):
     group: int  # index of its param group
     sparse: bool  # compressed, or all-reduced
     trust: bool  # LARS's trust ratio applies
-    decay: bool  # weight decay applies
+    decay: str  # where weight decay goes: "gradient", "decoupled", "own_momentum"; "none"
     dtype: torch.dtype  # of parameter and gradient
 
 

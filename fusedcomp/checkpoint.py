@@ -26,7 +26,7 @@ class Steps(NamedTuple):
 
 _MOST_STEPS = (1 << 31) - 1  # the device counts in 32 bits
 _REQUIRED = ("lr", "momentum", "weight_decay", "nesterov", "maximize")  # torch.optim.SGD's groups have them too
-_PER_ELEMENT = {"velocity", "residual", "momentum_buffer"}
+_PER_ELEMENT = {"velocity", "residual", "momentum_buffer", "decay_buffer"}
 _STATES = _PER_ELEMENT | {"grad_square_norm", "param_square_norm"}
 _RECORDS = {record.__name__: record for record in (TopK, Threshold, Identity, MomentumCorrection, Residual, NoMemory)}
 

@@ -217,6 +217,23 @@ def levels(group: Mapping[str, Any], name: Callable[[Tensor], str]) -> None:
             )
 
 
+def decay(group: Mapping[str, Any], name: Callable[[Tensor], str], two_levels: bool) -> None:
+    """Refuse a weight decay in a place that there is not."""
+    where = group.get("decay", "gradient")
+    if where not in ("gradient", "decoupled", "own_momentum"):
+        raise ValueError(f"decay must be 'gradient', 'decoupled' or 'own_momentum', got {where!r}")
+    if where == "gradient":
+        return
+    if two_levels:
+        raise NotImplementedError(f"process_group=(intra_node, inter_node) takes decay='gradient' alone, got {where!r}")
+    for param in group["params"]:
+        if param.dtype != torch.float32:
+            raise NotImplementedError(
+                f"parameter {name(param)} is {param.dtype}, decay={where!r}: what it takes from a 16-bit parameter "
+                "in a step would be rounded away; use decay='gradient'"
+            )
+
+
 def fingerprint(
     optimizer: str, groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], first: int
 ) -> dict[str, str]:

@@ -285,7 +285,7 @@ class CompressionState:
     def _part(self, sparse: bool, sources: list[tuple[Entry, int]], dtype: torch.dtype) -> Part:
         assert self._exchanges is not None
         params = [entry.params[i] for entry, i in sources]
-        treatment = Treatment(group=0, sparse=sparse, trust=False, decay=False, dtype=dtype)
+        treatment = Treatment(group=0, sparse=sparse, trust=False, decay="none", dtype=dtype)
         bucket = build_bucket(treatment, params, getattr(self.compressor, "scope", "bucket") == "tensor")
         compressed = sum(p.numel() for p in self._names if is_large(p))
         plan = Plan(

@@ -103,6 +103,9 @@ class Exchange(ABC):
         if shared.clip is not None:
             self.squares = torch.zeros(count, dtype=torch.float32, device=device)
             self._block_squares = torch.zeros(bucket.segments.num_blocks, dtype=torch.float32, device=device)
+        self.decays_apart = bucket.treatment.decay in ("decoupled", "own_momentum")
+        if bucket.treatment.decay == "own_momentum":
+            bucket.add_state("decay_buffer")
         self.kept = bucket  # the one that holds the states
         self.work: Any = None
         self.nbytes = 0  # handed to the collective in this step
@@ -178,5 +181,14 @@ class Exchange(ABC):
             self.work = None
 
     def weight_decay(self, hyper: Hyper) -> float:
-        """The group's, or 0 for a bucket that does not decay."""
-        return hyper.weight_decay if self.bucket.treatment.decay else 0.0
+        """What goes into the gradient: the group's, or 0."""
+        return hyper.weight_decay if self.bucket.treatment.decay == "gradient" else 0.0
+
+    def decay(self, hyper: Hyper) -> None:
+        """The decay that is no part of the gradient; headers have been read."""
+        if self.decays_apart and hyper.weight_decay != 0.0:
+            self.ops.decay.decay_params(
+                self.bucket.segments, self.bucket.operands, self.present, hyper.lr,
+                self.bucket.states.get("decay_buffer"), weight_decay=hyper.weight_decay, momentum=hyper.momentum,
+                nesterov=hyper.nesterov,
+            )  # fmt: skip

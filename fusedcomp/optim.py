@@ -38,10 +38,14 @@ class SGD(CompressedOptimizer):
             device. All arithmetic and the sums over ranks are fp32; a parameter of 16 bits is rounded once a step.
         lr: learning rate, a float or a tensor.
         momentum: momentum factor, in [0, 1).
-        weight_decay: L2 penalty, >= 0.
+        weight_decay: >= 0; ``decay`` says of what kind.
+        decay: ``"gradient"`` (default): an L2 penalty, as torch.optim.SGD's, compressed with the gradient.
+            ``"decoupled"``: parameters shrink by lr * weight_decay of themselves (Loshchilov and Hutter, ICLR 2019).
+            ``"own_momentum"``: an L2 penalty with a momentum of its own (DGC's code), 4 more bytes per parameter. The
+            last two are no part of what is sent, clipped or masked; they take another pass over parameters.
         nesterov: Nesterov momentum; needs momentum > 0.
         maximize: maximise the objective.
-        compressor: what is sent: ``TopK(...)`` or ``Identity()``. May differ between param groups.
+        compressor: what is sent: ``TopK(...)``, ``Threshold(...)`` or ``Identity()``. May differ between param groups.
         memory: what is kept of the rest: ``MomentumCorrection()`` where momentum > 0, else ``Residual()``;
             ``NoMemory()``.
         process_group: the ranks that exchange; None: the default group, or this process alone. The optimizer makes a
@@ -79,6 +83,7 @@ class SGD(CompressedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        decay: str = "gradient",
         compressor: Compressor | None = None,
         memory: Memory | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -96,6 +101,7 @@ class SGD(CompressedOptimizer):
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
+            "decay": decay,
             "nesterov": nesterov,
             "maximize": maximize,
             "compressor": compressor,

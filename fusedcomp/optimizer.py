@@ -82,6 +82,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _check(self, group: Mapping[str, Any]) -> None:
         """Numbers and records of a param group; before ``checks.parameters``, which says what is no parameter."""
         checks.group(group, type(self).__name__, self._settings.state_dtype)
+        checks.decay(group, self.name_of, self._levels is not None)
         if self._levels is not None:
             checks.levels(group, self.name_of)
 
@@ -112,7 +113,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             group=index,
             sparse=isinstance(group["compressor"], SPARSIFIERS) and large_enough,
             trust="trust_coefficient" in group and not (is_vector and group["exclude_1d_from_trust"]),
-            decay=not (is_vector and group.get("exclude_1d_from_decay", False)),
+            decay="none" if is_vector and group.get("exclude_1d_from_decay") else group.get("decay", "gradient"),
             dtype=param.dtype,
         )
 
@@ -141,7 +142,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._lr = [torch.zeros(1, dtype=torch.float32, device=device) for _ in self.param_groups]
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
-        self._built_for = [(group["compressor"], group["memory"]) for group in self.param_groups]
+        self._built_for = [_choices(group) for group in self.param_groups]
         # Where the sums over ranks of 16-bit parameters are formed, one bucket after another.
         narrow = [b for b in self._buckets if b.treatment.sparse and b.treatment.dtype != torch.float32]
         numel = max((b.segments.padded_numel for b in narrow), default=0)
@@ -197,8 +198,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _has_new_plan(self, index: int) -> bool:
         """Does a param group ask for other buffers than were built?"""
         group = self.param_groups[index]
-        choices = (group["compressor"], group["memory"])
-        return choices != self._built_for[index] or (group["momentum"] > 0 and not self._with_momentum[index])
+        return _choices(group) != self._built_for[index] or (group["momentum"] > 0 and not self._with_momentum[index])
 
     def _mirror_lr(self) -> None:
         """Keep lr as the user gave it and its value in a device scalar; a host number travels as a launch argument."""
@@ -215,7 +215,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group = self._buckets[index].treatment.group
         if self._has_new_plan(group):
             self.fail(
-                f"compressor or memory of group {group} was changed, or its momentum switched on; call "
+                f"compressor, memory or decay of group {group} was changed, or its momentum switched on; call "
                 "optimizer.zero_grad() after such a change, before backward(): it plans the buckets anew"
             )
         scaler, shared = self._settings.grad_scaler, self._exchanges.shared
@@ -294,7 +294,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; also takes in a compressor or memory that was changed in a param group (on all ranks alike).
+        """As torch's; also takes in a compressor, memory or decay changed in a param group (on all ranks alike).
 
         Raises:
             RuntimeError: between backward and step, when gradients have already been sent.
@@ -431,3 +431,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 "an optimizer with a process_group of its own cannot be pickled; save its state_dict() instead"
             )
         return super().__reduce_ex__(protocol)
+
+
+def _choices(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What buffers are built for."""
+    return group["compressor"], group["memory"], group.get("decay", "gradient")

@@ -68,6 +68,7 @@ class DenseExchange(Exchange):
         segments, operands = self.bucket.segments, self.reduced.gradients(self.bucket.operands)
         if self.shared.verdict is None:
             self.read()
+        self.decay(hyper)
         decay = self.weight_decay(hyper)
         if self.trust is not None:
             self.ops.norms.block_norms(segments, operands, self.partials)
@@ -312,17 +313,19 @@ class SparseExchange(Exchange):
         if self.shared.verdict is None:
             self.read()
         self.settle(hyper, reduced.norms.view(1, -1))
+        self.decay(hyper)
         self._update(reduced, hyper, 1.0 / self.group.world_size)
 
     def _apply_payloads(self, hyper: Hyper) -> None:
         segments, inverse = self.bucket.segments, 1.0 / self.group.world_size
         payload = self.buffers.payloads
         # Who had a gradient matters before the update; mostly nobody asks, and the update reads the headers itself.
-        asks = self.trust is not None or self.bucket.operands.lacking
+        asks = self.trust is not None or self.bucket.operands.lacking or self.decays_apart
         if asks:
             if self.shared.verdict is None:
                 self.read()
             self.settle(hyper, payload.norms)
+            self.decay(hyper)
         entries = (payload.starts, payload.indices, payload.values)
         headers = None if asks or self.shared.verdict is not None else payload.header
         told = (headers, self.status, self.shared.found_inf, self.present)

@@ -114,6 +114,7 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "pack_payload": (SCOPE, without("velocity"), HALF, WIRE),
     "apply_payloads": (VERDICT, WIRE, ELEMENTS),
     "pack_dense": (without("scales"), ELEMENTS),
+    "decay_params": ([{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "buffer": None}],),
     "update_dense": (DENSE_MOMENTUM, DECAY, without("trust"), ELEMENTS),
     "block_norms": (ELEMENTS,),
     "reduce_norms": (),
@@ -169,6 +170,7 @@ def arguments(
         # states and tables
         **dict.fromkeys((*VELOCITIES, "residual", "residual_in", "residual_out"), state),
         "momentum_buffer": torch.empty(segments.padded_numel),
+        "buffer": torch.empty(segments.padded_numel),
         "sums": None if dtype == torch.float32 else torch.empty(segments.padded_numel),
         "trust": torch.empty(count),
         "seed": i32(1),

@@ -10,7 +10,7 @@ MB = 2**20
 
 
 def treatment(sparse: bool) -> Treatment:
-    return Treatment(group=0, sparse=sparse, trust=False, decay=True, dtype=torch.float32)
+    return Treatment(group=0, sparse=sparse, trust=False, decay="gradient", dtype=torch.float32)
 
 
 def plan(numels: list[int], cap: int, sparse: list[bool] | None = None) -> list[list[int]]:

@@ -102,6 +102,23 @@ def test_dense_pack_and_update(momentum: float, nesterov: bool, dtype: torch.dty
     assert torch.equal(results[0]["p2"], case.params[2])  # absent everywhere: skipped
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("own_momentum", [False, True])
+def test_decay(own_momentum: bool, nesterov: bool) -> None:
+    case, results = build((5, 2048, 3001, 1), device=DEVICE), []
+    lr, present = torch.tensor([0.1], device=DEVICE), i32(1, 1, 0, 1)
+    for modules in (KERNELS, TWINS):
+        mine = case.copy()
+        modules["decay"].decay_params(
+            mine.segments, mine.operands(), present, lr, mine.velocity if own_momentum else None,
+            weight_decay=0.03, momentum=0.9, nesterov=nesterov and own_momentum,
+        )  # fmt: skip
+        results.append({"buffer": mine.velocity} | {f"p{i}": p for i, p in enumerate(mine.params)})
+    same(*results)
+    assert torch.equal(results[0]["p2"], case.params[2])  # absent everywhere: skipped
+    assert not torch.equal(results[0]["p1"], case.params[1])
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_norms_and_trust(dtype: torch.dtype) -> None:
     """A segment without a positive gradient norm takes the norms of its operands; the others what is known."""

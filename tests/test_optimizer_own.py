@@ -197,7 +197,7 @@ def test_choices_changed_in_a_param_group() -> None:
     train(model, optimizer, 1)
     assert int(optimizer.metrics()["nnz"]) < before / 40
     optimizer.param_groups[0]["memory"] = Residual()
-    with pytest.raises(RuntimeError, match="compressor or memory of group 0 was changed"):
+    with pytest.raises(RuntimeError, match="compressor, memory or decay of group 0 was changed"):
         (loss_of(model, 0, 0).backward(), optimizer.step())
     train(model, optimizer, 2)  # its zero_grad() takes the change in
     assert "momentum_buffer" in optimizer.state[model[6].weight]
