@@ -5,6 +5,7 @@ from fusedcomp.amp import GradScaler as GradScaler
 from fusedcomp.compressors import Identity as Identity
 from fusedcomp.compressors import Threshold as Threshold
 from fusedcomp.compressors import TopK as TopK
+from fusedcomp.jointspar import JointSpar as JointSpar
 from fusedcomp.memories import MomentumCorrection as MomentumCorrection
 from fusedcomp.memories import NoMemory as NoMemory
 from fusedcomp.memories import Residual as Residual
@@ -18,6 +19,7 @@ __all__ = [
     "SGD",
     "GradScaler",
     "Identity",
+    "JointSpar",
     "MomentumCorrection",
     "NoMemory",
     "Residual",

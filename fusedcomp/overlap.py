@@ -164,11 +164,15 @@ class Backward:
         if watched.grad is None:
             self._fired[index] += 1
         watched.grad, watched.version = grad, grad._version
-        while self.next < len(self.buckets) - 1 and self._is_complete(self.next):
+        while self.next < len(self.buckets) - 1 and (self._is_complete(self.next) or self._is_idle(self.next)):
             self.launch_next()
 
     def _is_complete(self, index: int) -> bool:
         return self._fired[index] == self._expected[index] > 0
+
+    def _is_idle(self, index: int) -> bool:
+        """Does no parameter require grad, then as now?"""
+        return self._expected[index] == 0 and not any(w.param.requires_grad for w in self._watched[index])
 
     @property
     def started(self) -> bool:

@@ -311,3 +311,18 @@ def test_charlm_trains_every_method(tmp_path: Path) -> None:
         sent[row["provider"]] = row["bytes_sent"]
     assert set(sent) == {"dense", "topk0.01_warmup", "topk0.01_advised", "powersgd4"}
     assert sent["topk0.01_advised"] == sent["topk0.01_warmup"] < sent["powersgd4"] < sent["dense"]
+
+
+def test_jointspar_computes_less_for_less(tmp_path: Path) -> None:
+    """FLOPs, unlike times, are the same on every machine: dense at a budget of 1, and fewer the smaller it is."""
+    results = tmp_path / "jointspar.jsonl"
+    done = run("bench/jointspar.py", "--quick", "--device", "cpu", "--results", str(results))
+    assert done.returncode == 0, done.stderr
+    for case in ("resnet50", "gpt2"):
+        of_dense = {
+            row["provider"]: row["value"]
+            for row in read(results)
+            if row["case"] == case and row["metric"] == "flops_of_dense"
+        }
+        assert of_dense["jointspar1.0"] == 1.0
+        assert of_dense["jointspar0.3"] < of_dense["jointspar0.7"] < 1.0

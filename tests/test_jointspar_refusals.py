@@ -1,0 +1,117 @@
+"""JointSpar: what is refused, and misuse."""
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedcomp
+import ranks
+from fusedcomp import SGD
+from fusedcomp.jointspar import JointSpar
+from sampled import OPTIMIZERS, batch_loss, mlp, train
+
+# ---- arguments and misuse --------------------------------------------------------------------------------------------
+
+
+def tied() -> nn.Sequential:
+    model = mlp(2)
+    model[2].weight = model[0].weight
+    return model
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "budget 0": ({"budget": 0}, ValueError, "budget must be in (0, 1], a share of the blocks, got 0"),
+    "budget 2": ({"budget": 2}, ValueError, "budget must be in (0, 1], a share of the blocks, got 2"),
+    "budget nan": ({"budget": math.nan}, ValueError, "budget must be in (0, 1]"),
+    "budget text": ({"budget": "half"}, ValueError, "got 'half'"),
+    "budget True": ({"budget": True}, ValueError, "got True"),
+    "budget small": ({"budget": 0.2}, ValueError, "budget must be at least one of the 4 blocks, 0.25, got 0.2"),
+    "floor": ({"min_probability": 0.6}, ValueError,
+              "min_probability must be in (0, budget], got 0.6 with budget 0.5"),
+    "floor 0": ({"min_probability": 0.0}, ValueError, "min_probability must be in (0, budget], got 0.0"),
+    "rate": ({"learning_rate": 0.0}, ValueError, "learning_rate must be finite and > 0, got 0.0"),
+    "loss": ({"loss": "mean"}, ValueError, "loss must be 'gain' or 'shifted', got 'mean'"),
+    "sampling": ({"sampling": "rank"}, ValueError, "sampling must be 'shared' or 'per_rank', got 'rank'"),
+    "redraw_every": ({"redraw_every": 0}, ValueError, "redraw_every must be an integer >= 1, got 0"),
+    "lag": ({"lag": -1}, ValueError, "lag must be an integer >= 0, got -1"),
+    "seed": ({"seed": 0.5}, ValueError, "seed must be an integer >= 0, got 0.5"),
+    "group": ({"process_group": "world"}, TypeError, "process_group must be a torch.distributed.ProcessGroup or None"),
+    "blocks": ({"blocks": [3]}, TypeError, "blocks must be modules or parameters, got int"),
+    "exclude": ({"exclude": ["head"]}, TypeError, "exclude must be modules or parameters, got str"),
+    "stranger": ({"blocks": [nn.Linear(3, 2)]}, ValueError,
+                 "a parameter of shape (2, 3) in block 0 is not the optimizer's"),
+    "none": ({"blocks": []}, ValueError, "there is no block to draw"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str) -> None:
+    arguments, kind, words = BAD[case]
+    with pytest.raises(kind) as caught:
+        JointSpar(torch.optim.SGD(mlp(4).parameters()), **{"budget": 0.5, **arguments})
+    assert words in str(caught.value)
+
+
+def test_a_parameter_belongs_to_one_block() -> None:
+    model = tied()
+    optimizer = torch.optim.SGD(model.named_parameters())
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is in blocks 0 and 1; where modules share"):
+        JointSpar(optimizer, 0.5, blocks=[model[0], model[2]])
+    with pytest.raises(TypeError, match="optimizer must be a torch"):
+        JointSpar(model, 0.5)
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, fusedcomp.SGD])
+def test_backward_without_a_draw(optimizer_of: Any) -> None:
+    model = mlp(4)
+    sampler = JointSpar(optimizer_of(model.parameters(), lr=0.1), 0.5)
+    with pytest.raises(RuntimeError, match=r"without a draw\(\) since the last step"):
+        batch_loss(model, 0, 0).backward()
+    train(model, sampler, 2)
+    before = ranks.digest(model)
+    with pytest.raises(RuntimeError, match=r"without a draw\(\) since the last step"):
+        batch_loss(model, 0, 2).backward()
+    assert ranks.digest(model) == before
+    train(model, sampler, 2)
+
+
+def test_a_draw_between_backward_and_step() -> None:
+    """Refused where gradients were sent; elsewhere nobody has seen them yet, and they are dropped."""
+    model = mlp(4)
+    sampler = JointSpar(SGD(model.parameters(), lr=0.1), 0.5)
+    sampler.draw()
+    batch_loss(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match=r"draw\(\) was called between backward\(\) and step\(\)"):
+        sampler.draw()
+    train(model, sampler, 2)
+    for optimizer in (torch.optim.SGD(mlp(4).parameters()), SGD(mlp(4).parameters(), overlap=False)):
+        sampler = JointSpar(optimizer, 0.5)
+        for _ in range(2):
+            sampler.draw()
+            sum(p.sum() for block in sampler.blocks for p in block).backward()
+        optimizer.step()
+
+
+def test_remove_and_forgetting_a_sampler() -> None:
+    one, other = ranks.net(), ranks.net()
+    sampler = JointSpar(OPTIMIZERS["SGD-TopK"](one), 1.0)
+    plain = OPTIMIZERS["SGD-TopK"](other)
+    train(one, sampler, 2)
+    sampler.remove()
+    ranks.train(one, sampler.optimizer, 3, 2)
+    ranks.train(other, plain, 5)
+    assert ranks.digest(one) == ranks.digest(other)
+    sampler = JointSpar(torch.optim.SGD(one.parameters(), lr=0.1), 0.5)
+    train(one, sampler, 1)
+    assert not all(p.requires_grad for p in one.parameters())
+    gc.disable()
+    try:
+        del sampler
+        assert all(p.requires_grad for p in one.parameters())
+    finally:
+        gc.enable()
+    ranks.loss_of(one, 0, 0).backward()
