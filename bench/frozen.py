@@ -13,7 +13,8 @@ from torch import Tensor
 import bandwidth
 from fusedcomp import _dispatch
 from fusedcomp.exchange import Exchange
-from fusedcomp.pipeline import DenseExchange, SparseExchange
+from fusedcomp.pipeline import DenseExchange
+from fusedcomp.sparse import SparseExchange
 from trained import Config, sparse_exchanges
 
 DECAY = 1e-4

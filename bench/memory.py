@@ -22,7 +22,7 @@ import fusedcomp
 import harness
 import records
 import tables
-from fusedcomp.pipeline import SparseExchange
+from fusedcomp.sparse import SparseExchange
 from harness import log
 from trained import DENSITY, MOMENTUM, Config
 

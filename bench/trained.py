@@ -13,7 +13,7 @@ import bandwidth
 import harness
 import workloads
 from fusedcomp import LARS, SGD, TopK
-from fusedcomp.pipeline import SparseExchange
+from fusedcomp.sparse import SparseExchange
 
 MOMENTUM, DENSITY = 0.9, 0.001
 

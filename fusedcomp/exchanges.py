@@ -22,7 +22,8 @@ from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import RANKS_DIFFER
 from fusedcomp.levels import Levels, ShardedExchange
 from fusedcomp.memories import Memory
-from fusedcomp.pipeline import DenseExchange, SparseExchange
+from fusedcomp.pipeline import DenseExchange
+from fusedcomp.sparse import SparseExchange
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from fusedcomp.compressors import TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.segments import Operands
-from fusedcomp.pipeline import SparseExchange, layout_of
 from fusedcomp.sizing import plan_selection
+from fusedcomp.sparse import SparseExchange, layout_of
 from fusedcomp.wire import Payload, dense_is_cheaper, dense_numel
 
 

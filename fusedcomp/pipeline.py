@@ -1,13 +1,14 @@
 """The pipeline: what happens to a bucket, in order. Nothing here asks the device for a value.
 
-    sparse bucket   launch:  [sample -> compress -> refine] -> payload -> all_gather
-                    apply:   headers -> parameters, in rank order
-    dense bucket    launch:  pack -> all_reduce
-                    apply:   (norms ->) fused update
+    compressed bucket   launch:  one pass -> what is sent -> gather or all-reduce       sparse.py, randomk.py
+                        apply:   headers -> parameters
+    dense bucket        launch:  pack -> all_reduce
+                        apply:   (norms ->) fused update
 
 ``launch`` runs on the caller's current stream, during backward; ``apply`` on the main stream, in ``step()``.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,10 @@ import torch
 from torch import Tensor
 
 from fusedcomp.buckets import Bucket
-from fusedcomp.buffers import PayloadBuffers, Reduced, sample_table
-from fusedcomp.compressors import Sparsifier, Threshold
+from fusedcomp.buffers import Reduced
 from fusedcomp.exchange import Exchange, Hyper, Shared
-from fusedcomp.kernels.digits import BINS
-from fusedcomp.kernels.headers import FAILED
-from fusedcomp.kernels.refine import SCAN
-from fusedcomp.kernels.segments import WORDS, Segments
+from fusedcomp.kernels.segments import WORDS
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
-from fusedcomp.sizing import NOTHING, THRESHOLD_WIDTH, Adaptive, Scheduled, Selection, Sizing, threshold_key
-from fusedcomp.wire import PayloadLayout, dense_is_cheaper
 
 _NOTHING = {"grad_scale": 1.0, "weight_decay": 0.0, "momentum": 0.0}
 
@@ -84,34 +79,35 @@ class DenseExchange(Exchange):
         )  # fmt: skip
 
 
-def layout_of(compressor: Sparsifier, segments: Segments, with_norms: bool, k: int) -> PayloadLayout:
-    """What a rank sends for a bucket of these segments if it sends k entries."""
-    return PayloadLayout(len(segments.numels), segments.num_pages, k, with_norms, compressor.wire_dtype)
+class CompressedExchange(Exchange):
+    """What has velocity and residual: the pass, and the dense step where sending a part would not be cheaper.
 
-
-class SparseExchange(Exchange):
-    """Compressed: one pass, one payload, one gather; a dense step where that is cheaper."""
+    Args:
+        bucket: gets the states.
+        shared: what the front's buckets have in common.
+        seed: the step, kept by the device.
+        memory: what accumulates.
+        with_momentum: does the group have momentum?
+        state_dtype: of velocity and residual.
+        sums: room for the sums over ranks of 16-bit parameters.
+    """
 
     def __init__(
         self,
         bucket: Bucket,
         shared: Shared,
         seed: Tensor,
-        compressor: Sparsifier,
         memory: Memory,
         with_momentum: bool,
         state_dtype: torch.dtype,
-        always_sparse: bool,
         sums: Tensor | None,
-        compressed: int,
     ) -> None:
         super().__init__(bucket, shared, seed)
-        self.compressor, self.memory, self.always_sparse, self.sums = compressor, memory, always_sparse, sums
+        self.memory, self.sums = memory, sums
         segments, device = bucket.segments, bucket.device
-        scopes = len(segments.scope_numels)
         if bucket.treatment.trust:
             bucket.norms = torch.zeros((2, len(segments.numels)), dtype=torch.float32, device=device)
-        # Without memory the residual is scratch, no state: written by the pass, read by refine.
+        # Without memory the residual is scratch, no state: written by the pass, read by what packs.
         keeps, halves = not isinstance(memory, NoMemory), 1 if shared.verdict is None else 2
         self.residual = (
             bucket.add_state("residual", state_dtype, halves)
@@ -123,35 +119,37 @@ class SparseExchange(Exchange):
         if with_momentum and not corrects:
             bucket.add_state("momentum_buffer")
         self.masked = self.velocity if isinstance(memory, MomentumCorrection) and memory.masking else None
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.thresholds = zeros(scopes, dtype=torch.int64)
-        self.counts = zeros(segments.num_blocks, dtype=torch.int32)
-        self.marks = zeros(segments.num_blocks, WORDS, dtype=torch.int32)
-        self.offsets = zeros(segments.num_blocks + 1, dtype=torch.int64)
-        self.widths = zeros(scopes, dtype=torch.int32)
-        self.bounds = zeros(scopes, 3, dtype=torch.int64)
-        self.near_counts = zeros(scopes, dtype=torch.int32)
-        self.histograms = zeros(scopes, BINS, dtype=torch.int32)
-        self.tickets = zeros(scopes, dtype=torch.int32)
-        self.scanned = zeros(1 + 2 * -(-segments.num_blocks // SCAN), dtype=torch.int64)
+        # What a candidate must reach, per scope; how many a block has, and which.
+        self.thresholds = torch.zeros(len(segments.scope_numels), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(segments.num_blocks, dtype=torch.int32, device=device)
+        self.marks = torch.zeros(segments.num_blocks, WORDS, dtype=torch.int32, device=device)
         self.minus_one = torch.full((1,), -1.0, dtype=torch.float32, device=device)
-        self.sizing: Sizing
-        if isinstance(compressor, Threshold):
-            key = threshold_key(compressor.value_for(compressed), self.residual.itemsize == 2)
-            self.least = torch.full((scopes,), key, dtype=torch.int64, device=device)
-            self.widths.fill_(THRESHOLD_WIDTH)
-            self.sizing = Adaptive(segments.numel, self._goes_dense, self.group.world_size, device)
-        else:
-            self.samples, self.sample_groups = sample_table(compressor, segments)
-            self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
-            self.sizing = Scheduled(compressor, segments.scope_numels)
-        self.selection = NOTHING  # that ``buffers`` are for
-        self.buffers: PayloadBuffers
         self.dense_step = False
         self.reduced: Reduced | None = None
+
+    # ---- what is sent --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _prepare(self, step: int) -> None:
+        """Room for what this step sends, and whether it is a dense one."""
+
+    @abstractmethod
+    def _compress(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
+        """The pass, and what follows from it, on its way. ``failed``: as for ``start``."""
+
+    @abstractmethod
+    def _send_nothing(self) -> None:
+        """An empty payload of a rank that failed, on its way."""
+
+    @abstractmethod
+    def _read_sent(self) -> None:
+        """Take in the headers of what was sent."""
+
+    @abstractmethod
+    def _apply_sent(self, hyper: Hyper) -> None:
+        """Take in what arrived."""
+
+    # ---- launch --------------------------------------------------------------------------------------------------
 
     def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
         """Start the exchange of these gradients, on the current stream."""
@@ -186,60 +184,13 @@ class SparseExchange(Exchange):
             self.reduced.whole.zero_()
             self.reduce(self.reduced, failed=True)
         else:
-            self.buffers.own.zero_()
-            self.ops.headers.write_failure(self.seed, self.buffers.payload.header[0])
-            self._gather()
-
-    def _prepare(self, step: int) -> None:
-        selection = self.sizing.at(step)
-        if selection is not self.selection:
-            self.prepare(selection, self._goes_dense(selection.k), None)
-
-    def _layout(self, k: int) -> PayloadLayout:
-        return layout_of(self.compressor, self.bucket.segments, self.trust is not None, k)
-
-    def _goes_dense(self, k: int) -> bool:
-        nbytes, raw = self._layout(k).nbytes, 4 * self.bucket.segments.numel
-        return dense_is_cheaper(nbytes, raw, self.group.world_size) and not self.always_sparse
-
-    def prepare(self, selection: Selection, dense: bool, room: Tensor | None) -> None:
-        """Buffers for this selection; the same decision on every rank. ``room``: u8, where to receive."""
-        self.selection, self.dense_step = selection, dense
-        if self.reduced is None and (dense or "momentum_buffer" in self.bucket.states):
-            self.reduced = Reduced.allocate(self.bucket, self.trust is not None)
-        if not dense:
-            self.buffers = PayloadBuffers.allocate(
-                self._layout(selection.k), selection, self.group.world_size, self.bucket.device, room
-            )  # fmt: skip
+            self._send_nothing()
 
     def _trust_ratios(self, hyper: Hyper, decay: float) -> None:
         """From the last exchange's norms; where there is none yet, from this rank's norms of this very step."""
         self.ops.norms.trust_ratios(
             self.bucket.segments, self.bucket.operands, self.bucket.norms, self.scales, self.trust,
             coefficient=hyper.trust_coefficient, weight_decay=decay, eps=hyper.eps, fallback=True,
-        )  # fmt: skip
-
-    def _compress(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
-        payload = self.buffers.payload
-        self._find_threshold(numbers)
-        self._pass(numbers)
-        self._refine()
-        if self.trust is not None:
-            self.ops.norms.reduce_norms(self.bucket.segments, self.partials, payload.norms[0].view(2, -1))
-        if failed is not None:
-            payload.header[0, 2] |= failed * FAILED.value
-        self._gather()
-
-    def _find_threshold(self, numbers: dict[str, Any]) -> None:
-        """What a candidate must reach: sampled, or the compressor's own."""
-        if isinstance(self.compressor, Threshold):
-            self.thresholds.copy_(self.least)  # where there was no room for all, refining has raised it
-            return
-        self.ops.sample.sample_threshold(
-            self.bucket.segments, self.bucket.operands, self.samples, self.sample_groups, self.buffers.sample_ranks,
-            self.buffers.sample_aims, self.velocity, self.residual, self.trust, self.scales, self.seed,
-            self.shared.parity, self.sample_keys, self.histograms, self.tickets, self.thresholds, self.widths,
-            **numbers,
         )  # fmt: skip
 
     def _pass(self, numbers: dict[str, Any]) -> None:
@@ -249,26 +200,6 @@ class SparseExchange(Exchange):
             self.shared.parity, self.velocity, self.residual, self.counts, self.marks, self.partials, self.flag,
             **numbers,
         )  # fmt: skip
-
-    def _refine(self) -> None:
-        segments, buffers, refine = self.bucket.segments, self.buffers, self.ops.refine
-        refine.list_candidates(segments, self.counts, self.marks, self.scanned, self.offsets, buffers.indices)
-        refine.select_candidates(
-            segments, self.offsets, buffers.indices, self.residual, self.seed, self.shared.parity, buffers.ranks,
-            self.widths,
-            self.histograms, self.bounds, buffers.near, self.near_counts, self.tickets, self.thresholds, buffers.keys,
-            self.flag,
-        )  # fmt: skip
-        payload = buffers.payload
-        refine.pack_payload(
-            segments, self.bucket.operands, buffers.keys, buffers.indices, self.offsets, self.thresholds,
-            self.masked, self.residual, self.flag, self.seed, self.shared.parity, buffers.packed,
-            payload.starts[0], payload.indices[0], payload.values[0], payload.header[0],
-        )  # fmt: skip
-
-    def _gather(self) -> None:
-        self.work = self.group.all_gather(self.buffers.received, self.buffers.own)
-        self.nbytes = self.buffers.layout.nbytes
 
     def _compress_all(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
         segments, reduced = self.bucket.segments, self.reduced
@@ -284,28 +215,21 @@ class SparseExchange(Exchange):
                 norms[1].zero_()
         self.reduce(reduced, False if failed is None else failed)
 
-    def wait(self) -> None:
-        """Make the current stream (on CPU: the host) wait for the exchange."""
-        super().wait()
-        if not self.dense_step:
-            self.sizing.note(self.buffers.payloads.header)
+    # ---- step ----------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
         """Take in the headers."""
         if self.dense_step and self.reduced is not None:
             self.read_trailer(self.reduced)
-            return
-        verdict = self.shared.verdict
-        self.ops.headers.read_headers(
-            self.buffers.payloads.header, self.status, None if verdict is None else verdict.nonfinite, self.present
-        )
+        else:
+            self._read_sent()
 
     def apply(self, hyper: Hyper) -> None:
         """Take in what arrived: headers, unless they have been read for the verdict, then parameters."""
         if self.dense_step:
             self._apply_reduced(hyper)
         else:
-            self._apply_payloads(hyper)
+            self._apply_sent(hyper)
 
     def _apply_reduced(self, hyper: Hyper) -> None:
         reduced = self.reduced
@@ -316,33 +240,6 @@ class SparseExchange(Exchange):
         self.decay(hyper)
         self._update(reduced, hyper, 1.0 / self.group.world_size)
 
-    def _apply_payloads(self, hyper: Hyper) -> None:
-        segments, inverse = self.bucket.segments, 1.0 / self.group.world_size
-        payload = self.buffers.payloads
-        # Who had a gradient matters before the update; mostly nobody asks, and the update reads the headers itself.
-        asks = self.trust is not None or self.bucket.operands.lacking or self.decays_apart
-        if asks:
-            if self.shared.verdict is None:
-                self.read()
-            self.settle(hyper, payload.norms)
-            self.decay(hyper)
-        entries = (payload.starts, payload.indices, payload.values)
-        headers = None if asks or self.shared.verdict is not None else payload.header
-        told = (headers, self.status, self.shared.found_inf, self.present)
-        if "momentum_buffer" not in self.bucket.states:
-            self.ops.apply.apply_payloads(
-                segments, self.bucket.operands, *entries, hyper.lr, *told, self.sums, inverse_world=inverse
-            )
-            return
-        # Momentum follows the exchange: the mean update becomes a dense vector first.
-        reduced = self.reduced
-        assert reduced is not None
-        reduced.values.zero_()
-        self.ops.apply.apply_payloads(
-            segments, reduced.as_params, *entries, self.minus_one, *told, None, inverse_world=inverse
-        )
-        self._update(reduced, hyper, 1.0)
-
     def _update(self, reduced: Reduced, hyper: Hyper, inverse_world: float) -> None:
         """Decay and trust ratio went through the wire; what remains is the step itself."""
         self.ops.dense.update_dense(
@@ -350,33 +247,6 @@ class SparseExchange(Exchange):
             self.bucket.states.get("momentum_buffer"), inverse_world=inverse_world, weight_decay=0.0,
             momentum=hyper.momentum, nesterov=hyper.nesterov,
         )  # fmt: skip
-
-    def metrics(self) -> dict[str, Tensor]:
-        """This bucket's share of ``CompressedOptimizer.metrics``."""
-        segments, device = self.bucket.segments, self.bucket.device
-        if self.dense_step or self.selection is NOTHING:  # there was no step yet
-            nnz = torch.full((), segments.numel if self.dense_step else 0, dtype=torch.int64, device=device)
-            candidates = overflow = torch.zeros_like(nnz)
-            threshold = torch.zeros(len(self.thresholds), dtype=torch.float32, device=device)
-        else:
-            nnz = self.buffers.payload.starts[0, -1].long()
-            candidates = self.offsets[-1].clone()
-            room = self.selection.k if isinstance(self.compressor, Threshold) else self.buffers.keys.numel()
-            overflow = (candidates - room).clamp(min=0)
-            hashed = 48 if self.residual.itemsize == 2 else 32  # the key's bits below the magnitude (kernels/keys.py)
-            threshold = (self.thresholds >> hashed << hashed - 32).to(torch.int32).view(torch.float32)
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        if "residual" in self.bucket.states:
-            square, *other = [_square_norm(half) for half in self.residual.split(segments.padded_numel)]
-            if self.shared.parity is not None:
-                square = torch.where(self.shared.parity[0] == 0, square, other[0])
-        return {
-            "nnz": nnz,
-            "candidates": candidates,
-            "overflow": overflow,
-            "threshold": threshold,
-            "residual_square_norm": square,
-        }
 
     def settle(self, hyper: Hyper, norms: Tensor) -> None:
         """Parameters that only other ranks had a gradient for accumulate a zero gradient here; norms are kept.
@@ -394,6 +264,15 @@ class SparseExchange(Exchange):
             self.ops.norms.commit_norms(
                 norms, self.present, self.bucket.norms, inverse_world=1.0 / self.group.world_size
             )
+
+    def residual_square_norm(self) -> Tensor:
+        """Of what is left behind on this rank, float64."""
+        if "residual" not in self.bucket.states:
+            return torch.zeros((), dtype=torch.float64, device=self.bucket.device)
+        square, *other = [_square_norm(half) for half in self.residual.split(self.bucket.segments.padded_numel)]
+        if self.shared.parity is not None:
+            square = torch.where(self.shared.parity[0] == 0, square, other[0])
+        return square
 
 
 def _square_norm(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 import fusedcomp
 from fusedcomp.kernels.reference.apply import apply_payloads
 from fusedcomp.kernels.segments import Operands, Segments
-from fusedcomp.pipeline import SparseExchange
+from fusedcomp.sparse import SparseExchange
 
 
 def stepper(

@@ -10,7 +10,7 @@ from torch import nn
 
 import fusedcomp
 from fusedcomp import LARS, SGD, Identity, TopK
-from fusedcomp.pipeline import SparseExchange
+from fusedcomp.sparse import SparseExchange
 from ranks import run
 
 HALVES = [torch.bfloat16, torch.float16]

@@ -12,8 +12,8 @@ from torch import nn
 
 import fusedcomp
 from fusedcomp import MomentumCorrection, Residual, TopK
-from fusedcomp.pipeline import SparseExchange
 from fusedcomp.sizing import count_at, num_samples, plan_selection
+from fusedcomp.sparse import SparseExchange
 from ranks import message_of, run
 
 STEPS = 1000

@@ -15,8 +15,8 @@ import fusedcomp
 from fusedcomp import MomentumCorrection, NoMemory, Residual, Threshold, TopK
 from fusedcomp.ddp import CompressionState
 from fusedcomp.kernels.reference.keys import selection_key
-from fusedcomp.pipeline import SparseExchange
 from fusedcomp.sizing import Adaptive, threshold_key
+from fusedcomp.sparse import SparseExchange
 from hooked import step as hooked_step
 from hooked import wrapped
 from ranks import digest, loss_of, message_of, net, run
