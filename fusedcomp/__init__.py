@@ -3,6 +3,7 @@
 from fusedcomp import ddp as ddp
 from fusedcomp.amp import GradScaler as GradScaler
 from fusedcomp.compressors import Identity as Identity
+from fusedcomp.compressors import RandomK as RandomK
 from fusedcomp.compressors import Threshold as Threshold
 from fusedcomp.compressors import TopK as TopK
 from fusedcomp.jointspar import JointSpar as JointSpar
@@ -22,6 +23,7 @@ __all__ = [
     "JointSpar",
     "MomentumCorrection",
     "NoMemory",
+    "RandomK",
     "Residual",
     "Threshold",
     "TopK",

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import torch
 
-from fusedcomp.kernels import apply, clip, compress, decay, dense, headers, norms, refine, sample, verdict
+from fusedcomp.kernels import apply, clip, compress, decay, dense, draws, headers, norms, refine, sample, verdict
 from fusedcomp.kernels.reference import apply as apply_twin
 from fusedcomp.kernels.reference import clip as clip_twin
 from fusedcomp.kernels.reference import compress as compress_twin
 from fusedcomp.kernels.reference import decay as decay_twin
 from fusedcomp.kernels.reference import dense as dense_twin
+from fusedcomp.kernels.reference import draws as draws_twin
 from fusedcomp.kernels.reference import headers as headers_twin
 from fusedcomp.kernels.reference import norms as norms_twin
 from fusedcomp.kernels.reference import refine as refine_twin
@@ -27,6 +28,7 @@ _KERNELS = SimpleNamespace(
     compress=compress,
     decay=decay,
     dense=dense,
+    draws=draws,
     headers=headers,
     norms=norms,
     refine=refine,
@@ -39,6 +41,7 @@ _TWINS = SimpleNamespace(
     compress=compress_twin,
     decay=decay_twin,
     dense=dense_twin,
+    draws=draws_twin,
     headers=headers_twin,
     norms=norms_twin,
     refine=refine_twin,

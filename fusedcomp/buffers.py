@@ -1,7 +1,9 @@
 """Buffers: what an exchange works in beside the states; no checkpoint needs them.
 
 PayloadBuffers  a compressed bucket's payloads, and the scratch that depends on k
-Reduced         the flat sum over ranks of a bucket that goes dense
+Reduced         the same of all of a bucket's elements
+Summed          what is summed over ranks, and its trailer
+strata_table    from which parts of a bucket elements are drawn
 sample_table    which elements a bucket's threshold is sampled from
 """
 
@@ -17,7 +19,7 @@ from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.refine import PACK
 from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import Operands, Segments
-from fusedcomp.sizing import Selection, num_samples
+from fusedcomp.sizing import Selection, count_at, num_samples
 from fusedcomp.wire import Payload, PayloadLayout, dense_numel
 
 
@@ -72,13 +74,25 @@ class PayloadBuffers:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class Summed:
     """A flat buffer that is summed over ranks (wire.py), and views into it."""
 
     whole: Tensor
     values: Tensor  # f32 (numel,)
     trailer: Tensor  # f32 (segments + TRAILER_WORDS,)
     norms: Tensor  # f32 (2 * segments,) or (0,)
+
+    @staticmethod
+    def of(numel: int, segments: int, with_norms: bool, device: torch.device) -> "Summed":
+        """Zeros for so many values of so many segments."""
+        whole = torch.zeros(dense_numel(segments, numel, with_norms), dtype=torch.float32, device=device)
+        return Summed(whole, *whole.split([numel, segments + TRAILER_WORDS, 2 * segments if with_norms else 0]))
+
+
+@dataclass(frozen=True)
+class Reduced(Summed):
+    """The same of all of a bucket's elements, as gradients and as parameters."""
+
     as_grads: Operands  # gradients: the segments of ``values``; parameters: the bucket's
     as_params: Operands  # parameters: the segments of ``values``
 
@@ -87,13 +101,12 @@ class Reduced:
         """A zeroed buffer for one bucket."""
         segments = bucket.segments
         count = len(segments.numels)
-        whole = torch.zeros(dense_numel(count, segments.numel, with_norms), dtype=torch.float32, device=bucket.device)
-        values, trailer, norms = whole.split([segments.numel, count + TRAILER_WORDS, 2 * count if with_norms else 0])
-        views = [values[where] for where in segments.compact_slices]
+        summed = Summed.of(segments.numel, count, with_norms, bucket.device)
+        views = [summed.values[where] for where in segments.compact_slices]
         as_grads, as_params = Operands(bucket.params, bucket.treatment.dtype), Operands(views)
         as_grads.update(views)
         as_params.update([None] * count)
-        return Reduced(whole, values, trailer, norms, as_grads, as_params)
+        return Reduced(summed.whole, summed.values, summed.trailer, summed.norms, as_grads, as_params)
 
     def gradients(self, operands: Operands) -> Operands:
         """The sums as gradients beside the parameters, wherever those are by now."""
@@ -119,3 +132,13 @@ def sample_table(compressor: TopK, segments: Segments) -> tuple[Tensor, Tensor]:
         first += numel
     device = segments.block_table.device
     return torch.cat(rows).to(device), torch.tensor(groups, dtype=torch.int32, device=device)
+
+
+def strata_table(density: float, segments: Segments) -> Tensor:
+    """(first padded index, size) of every part of every segment that one element is drawn from; i64 (k, 2)."""
+    rows = []
+    for where, numel in zip(segments.slices, segments.numels, strict=True):
+        count = count_at(density, numel)
+        edges = torch.arange(count + 1, dtype=torch.int64) * numel // count
+        rows.append(torch.stack([where.start + edges[:-1], edges.diff()], 1))
+    return torch.cat(rows).to(segments.block_table.device)

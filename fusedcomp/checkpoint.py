@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedcomp.checks import TORCH_ONLY
 from fusedcomp.collectives import Group
-from fusedcomp.compressors import Identity, Threshold, TopK
+from fusedcomp.compressors import Identity, RandomK, Threshold, TopK
 from fusedcomp.compressors import encode as encode_record
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
 from fusedcomp.values import is_count
@@ -28,7 +28,9 @@ _MOST_STEPS = (1 << 31) - 1  # the device counts in 32 bits
 _REQUIRED = ("lr", "momentum", "weight_decay", "nesterov", "maximize")  # torch.optim.SGD's groups have them too
 _PER_ELEMENT = {"velocity", "residual", "momentum_buffer", "decay_buffer"}
 _STATES = _PER_ELEMENT | {"grad_square_norm", "param_square_norm"}
-_RECORDS = {record.__name__: record for record in (TopK, Threshold, Identity, MomentumCorrection, Residual, NoMemory)}
+_RECORDS = {
+    record.__name__: record for record in (TopK, Threshold, RandomK, Identity, MomentumCorrection, Residual, NoMemory)
+}
 
 
 def encode(state_dict: dict[str, Any], group: Group, steps: Steps) -> dict[str, Any]:

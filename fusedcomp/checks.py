@@ -70,7 +70,9 @@ def clip(max_grad_norm: Any, clip_scope: Any) -> None:
 def memory_goes_with(name: str, compressor: Any, memory: Any, states: torch.dtype) -> None:
     """Check the records, and that states hold what is sent."""
     if not isinstance(compressor, (*SPARSIFIERS, Identity)):
-        raise TypeError(f"{name}: compressor must be TopK(...), Threshold(...) or Identity(), got {compressor!r}")
+        raise TypeError(
+            f"{name}: compressor must be TopK(...), Threshold(...), RandomK(...) or Identity(), got {compressor!r}"
+        )
     if states == torch.bfloat16 and getattr(compressor, "wire_dtype", None) == torch.float16:
         raise ValueError(
             f"{name}: wire_dtype=torch.float16 cannot go with state_dtype=torch.bfloat16, whose range it does not "
@@ -201,8 +203,7 @@ def levels(group: Mapping[str, Any], name: Callable[[Tensor], str]) -> None:
         return
     if not isinstance(group["compressor"], TopK):
         raise NotImplementedError(
-            "process_group=(intra_node, inter_node) needs payloads whose sizes are known beforehand: use TopK(...), "
-            f"got {group['compressor']!r}"
+            f"process_group=(intra_node, inter_node) compresses with TopK(...) alone, got {group['compressor']!r}"
         )
     if group["momentum"] > 0 and not isinstance(group["memory"], MomentumCorrection):
         raise NotImplementedError(

@@ -2,6 +2,7 @@
 
 TopK       the density * numel entries of largest |residual|, exactly, found in the one pass
 Threshold  every entry whose |residual| reaches a value that is the same in every step
+RandomK    entries drawn at random, the same on all ranks
 Identity   everything: torch's own optimizer, in our buckets
 """
 
@@ -137,6 +138,31 @@ class Threshold:
         return 0.5 / math.sqrt(self.density * numel)
 
 
+@dataclass(frozen=True)
+class RandomK:
+    """Send entries that chance picks, alike on all ranks: values alone travel, and are summed on the way.
+
+    Of every tensor ``density * numel`` entries, one from each of as many equal parts (4 bytes an entry; its index is
+    known from the step). An all-reduce costs the same for any number of ranks, where a gather grows with them.
+
+    With error feedback, the default, what was not picked waits its turn, 1 / density steps on average. With
+    ``NoMemory()`` values are divided by the chance of being picked, so that their expectation is the gradient
+    (Wangni et al., NeurIPS 2018, with equal probabilities).
+
+    Args:
+        density: share of entries sent, in (0, 1]. 1 is a dense step.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    density: float
+
+    def __post_init__(self) -> None:
+        _check_density("RandomK: density", self.density)
+        object.__setattr__(self, "density", plain(self.density))
+
+
 def _check_density(name: str, density: Any) -> None:
     if not is_number(density) or not 0.0 < density <= 1.0:
         raise ValueError(f"{name} must be in (0, 1], got {density!r}")
@@ -149,9 +175,9 @@ def _check_wire(name: str, wire_dtype: Any) -> None:
         )
 
 
-SPARSIFIERS = (TopK, Threshold)  # entries are selected; what is not sent can stay behind
-Sparsifier = TopK | Threshold
-Compressor = TopK | Threshold | Identity
+SPARSIFIERS = (TopK, Threshold, RandomK)  # entries are selected; what is not sent can stay behind
+Sparsifier = TopK | Threshold | RandomK
+Compressor = Sparsifier | Identity
 
 
 def encode(record: Any) -> dict[str, Any]:

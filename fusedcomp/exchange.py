@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedcomp._dispatch import ops
 from fusedcomp.buckets import Bucket
-from fusedcomp.buffers import Reduced
+from fusedcomp.buffers import Summed
 from fusedcomp.collectives import Group
 
 
@@ -153,7 +153,7 @@ class Exchange(ABC):
             per_tensor=clip is not None and clip.scope == "tensor",
         )  # fmt: skip
 
-    def reduce(self, reduced: Reduced, failed: bool | Tensor) -> None:
+    def reduce(self, reduced: Summed, failed: bool | Tensor) -> None:
         """Fill in the trailer and start the sum over ranks. ``failed`` may be the device's: i32, 1 or 0."""
         known = failed is True
         self.ops.headers.write_trailer(self.bucket.operands, self.flag, self.seed, reduced.trailer, failed=known)
@@ -162,7 +162,7 @@ class Exchange(ABC):
         self.work = self.group.all_reduce(reduced.whole)
         self.nbytes = reduced.whole.nbytes
 
-    def read_trailer(self, reduced: Reduced) -> None:
+    def read_trailer(self, reduced: Summed) -> None:
         """Who had a gradient, and what ranks say of failures, from a summed buffer."""
         verdict = self.shared.verdict
         self.ops.headers.read_trailer(

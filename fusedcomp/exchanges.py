@@ -17,12 +17,13 @@ from fusedcomp import metrics
 from fusedcomp._dispatch import ops
 from fusedcomp.buckets import Bucket
 from fusedcomp.checkpoint import Steps
-from fusedcomp.compressors import SPARSIFIERS, Compressor, TopK
+from fusedcomp.compressors import Compressor, RandomK, Threshold, TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import RANKS_DIFFER
 from fusedcomp.levels import Levels, ShardedExchange
 from fusedcomp.memories import Memory
 from fusedcomp.pipeline import DenseExchange
+from fusedcomp.randomk import RandomExchange
 from fusedcomp.sparse import SparseExchange
 
 
@@ -43,8 +44,13 @@ class Plan:
         if not bucket.treatment.sparse:
             return DenseExchange(bucket, shared, seed, self.with_momentum)
 
+        if isinstance(self.compressor, RandomK):
+            return RandomExchange(
+                bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype, sums
+            )
+
         def make(bucket: Bucket, shared: Shared, seed: Tensor) -> SparseExchange:
-            assert isinstance(self.compressor, SPARSIFIERS)
+            assert isinstance(self.compressor, (TopK, Threshold))
             return SparseExchange(
                 bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype,
                 self.always_sparse, sums, self.compressed,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedcomp.buckets import Bucket
-from fusedcomp.buffers import Reduced
+from fusedcomp.buffers import Reduced, Summed
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.segments import WORDS
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
@@ -208,12 +208,16 @@ class CompressedExchange(Exchange):
             segments, self.bucket.operands, self.velocity, self.residual, self.trust, self.scales, self.seed,
             self.shared.parity, self.velocity, self.residual, reduced.values, self.partials, self.flag, **numbers,
         )  # fmt: skip
+        self._sum_norms(reduced)
+        self.reduce(reduced, False if failed is None else failed)
+
+    def _sum_norms(self, summed: Summed) -> None:
+        """Of gradients the sum over ranks; parameters are the same on all, so that one rank's will do."""
         if self.trust is not None:
-            norms = reduced.norms.view(2, -1)
-            self.ops.norms.reduce_norms(segments, self.partials, norms)
+            norms = summed.norms.view(2, -1)
+            self.ops.norms.reduce_norms(self.bucket.segments, self.partials, norms)
             if self.group.rank != 0:
                 norms[1].zero_()
-        self.reduce(reduced, False if failed is None else failed)
 
     # ---- step ----------------------------------------------------------------------------------------------------
 

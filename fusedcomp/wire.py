@@ -25,6 +25,8 @@ A dense buffer is summed, not gathered:
                                            ranks that failed; sums of step % 64, of its square, of step % 61 and
                                            of its square, from which differing steps are seen
     norms     f32   2 * segments or 0      as above; only rank 0 fills in the parameters' half
+
+RandomK's is one too, with k values in place of all: those drawn, in the order of their strata (kernels/draws.py).
 """
 
 from dataclasses import dataclass

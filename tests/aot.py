@@ -115,6 +115,8 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "apply_payloads": (VERDICT, WIRE, ELEMENTS),
     "pack_dense": (without("scales"), ELEMENTS),
     "decay_params": ([{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "buffer": None}],),
+    "take_drawn": (without("velocity"), without("parity"), [{"unbiased": True}, {"unbiased": False}], HALF),
+    "put_drawn": (ELEMENTS,),
     "update_dense": (DENSE_MOMENTUM, DECAY, without("trust"), ELEMENTS),
     "block_norms": (ELEMENTS,),
     "reduce_norms": (),
@@ -187,6 +189,7 @@ def arguments(
         "squares": torch.empty(count),
         "loss_scale": torch.empty(1),
         # selection
+        "strata": i64(sizes.k, 2, device=sizes.device),
         "samples": i64(SAMPLES * scopes, 2),
         "groups": i32(scopes, 3),
         "thresholds": i64(scopes),

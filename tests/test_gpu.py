@@ -29,6 +29,7 @@ OPTIMIZERS = {
     "guarded": lambda p: fusedcomp.SGD(
         p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5, clip_scope="bucket", skip_nonfinite=True
     ),
+    "random": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=fusedcomp.RandomK(0.01)),
     "threshold": lambda p: fusedcomp.SGD(
         p, lr=0.01, momentum=0.9, compressor=fusedcomp.Threshold.from_density(0.01), memory=fusedcomp.Residual()
     ),
