@@ -151,7 +151,11 @@ METHODS = {
     "dense": "dense SGD",
     "topk0.01": "SGD + TopK(0.01)",
     "topk0.01_bf16": "the same, bf16 states and wire",
+    "topk0.01_decoupled": "SGD + TopK(0.01), decoupled weight decay",
     "lars_topk0.01": "LARS + TopK(0.01)",
+    "threshold0.01": "SGD + Threshold.from_density(0.01), momentum behind",
+    "random0.05": "SGD + RandomK(0.05)",
+    "jointspar0.7": "dense SGD, JointSpar at 0.7",
 }
 
 

@@ -21,13 +21,19 @@ from pathlib import Path
 import torch
 
 import records
-from fusedcomp import TopK
+from fusedcomp import Identity, RandomK, Residual, Threshold, TopK
 from fusedcomp.demo import DATASETS, data, model, ranks, train
 
 _BF16 = TopK(density=0.01, wire_dtype=torch.bfloat16)
 METHODS = (
     *train.METHODS,
     train.Method("topk0.01_bf16", "the same, bf16 states and wire", 0.2, _BF16, state_dtype=torch.bfloat16),
+    train.Method(
+        "threshold0.01", "SGD + Threshold.from_density(0.01)", 0.1, Threshold.from_density(0.01), memory=Residual()
+    ),
+    train.Method("random0.05", "SGD + RandomK(0.05)", 0.1, RandomK(density=0.05)),
+    train.Method("topk0.01_decoupled", "SGD + TopK(0.01), decoupled decay", 0.2, TopK(density=0.01), decay="decoupled"),
+    train.Method("jointspar0.7", "dense SGD, JointSpar at 0.7", 0.1, Identity(), budget=0.7),
 )
 GRID = (0.05, 0.1, 0.2, 0.4)
 MARGIN = 1.0  # points of mean test accuracy that a compressed method may lie below dense
@@ -91,6 +97,9 @@ def _record(arguments: argparse.Namespace, job: train.Job, outcome: train.Outcom
         weight_decay=train.WEIGHT_DECAY,
         trust_coefficient=train.TRUST_COEFFICIENT if job.method.lars else None,
         compressor=repr(job.method.compressor),
+        memory=repr(job.method.memory) if job.method.memory is not None else None,
+        decay=None if job.method.lars else job.method.decay,
+        budget=job.method.budget,
         state_dtype=str(job.method.state_dtype).removeprefix("torch."),
         seed=job.seed,
         epochs=job.epochs,

@@ -15,6 +15,7 @@ import fusedcomp
 from fusedcomp.compressors import Compressor
 from fusedcomp.demo import model as network
 from fusedcomp.demo.data import Images, Split
+from fusedcomp.memories import Memory
 
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-4
@@ -37,6 +38,9 @@ class Method:
     compressor: Compressor
     lars: bool = False
     state_dtype: torch.dtype = torch.float32
+    memory: Memory | None = None
+    decay: str = "gradient"  # SGD's
+    budget: float = 1.0  # JointSpar's; 1 is none
 
     def optimizer(self, model: nn.Module) -> fusedcomp.SGD | fusedcomp.LARS:
         """The only thing that differs between the methods."""
@@ -46,10 +50,15 @@ class Method:
             "weight_decay": WEIGHT_DECAY,
             "compressor": self.compressor,
             "state_dtype": self.state_dtype,
+            "memory": self.memory,
         }
         if self.lars:
             return fusedcomp.LARS(model.parameters(), trust_coefficient=TRUST_COEFFICIENT, **common)
-        return fusedcomp.SGD(model.parameters(), **common)
+        return fusedcomp.SGD(model.parameters(), decay=self.decay, **common)
+
+    def before_forward(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """What begins a step."""
+        return optimizer.zero_grad if self.budget == 1.0 else fusedcomp.JointSpar(optimizer, self.budget).draw
 
 
 METHODS = (
@@ -131,6 +140,7 @@ def _train(
     device = train.labels.device
     model = network.build(side, job.seed).to(device)
     optimizer = job.method.optimizer(model)
+    begin = job.method.before_forward(optimizer)
     batches = _batches(job, len(train.labels))
     steps = len(batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, steps))
@@ -139,7 +149,7 @@ def _train(
     seconds, started = 0.0, _now(device)
     for step, which in enumerate(batches, start=1):
         pixels, labels = train.batch(which.to(device))
-        optimizer.zero_grad()
+        begin()
         functional.cross_entropy(model(pixels), labels).backward()
         optimizer.step()
         schedule.step()
