@@ -33,8 +33,9 @@ class TopK:
             ``density ** (1/5)``, ``(2/5)``, ``(3/5)``, ``(4/5)``; for 0.001 these are the paper's 25 %, 6.3 %, 1.6 %
             and 0.4 %. For epochs give their steps: ``4 * len(loader)``.
         warmup_densities: instead of those four, a list of densities in (0, 1] for as many equal stages; 1 is dense.
-        selection: ``"exact"`` sends exactly the k largest. ``"sampled"`` aims the sampled threshold at k itself and
-            sends what passes it, at most k: a few per cent fewer entries, less work (DGC's own selection).
+        selection: ``"exact"`` sends exactly the k largest. ``"sampled"`` (DGC's) puts the sampled threshold nearer to k
+            and sends the k largest of what passes: about half the candidates, and in one step of a hundred somewhat
+            fewer than k entries.
         scope: what the selection ranks over, ``"bucket"`` or ``"tensor"``. It changes results. ``"tensor"`` does not
             depend on bucket sizes; ``"bucket"`` lets layers compete and reached higher accuracy in our trials.
         wire_dtype: type of the values sent: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``. Two bytes

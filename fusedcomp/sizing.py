@@ -20,6 +20,8 @@ from fusedcomp.kernels.sample import LENIENCE
 _SAMPLES_ABOVE = 16
 _LEAST_SAMPLES = 4096
 _DEVIATIONS = 6.0
+# Of the sample's rank, upwards: so that never fewer than k entries pass, or hardly ever fewer than 0.8 k.
+_MARGIN = {"exact": _DEVIATIONS, "sampled": 2.0}
 
 
 class Selection(NamedTuple):
@@ -59,7 +61,7 @@ def plan_selection(compressor: TopK, scope_numels: Sequence[int], density: float
         rank = k
         if samples < numel:
             expected = k * samples / numel
-            margin = _DEVIATIONS * (math.sqrt(expected) + 1.0) if compressor.selection == "exact" else 0.0
+            margin = _MARGIN[compressor.selection] * (math.sqrt(expected) + 1.0)
             rank = min(samples, max(1, math.ceil(expected + margin)))
         through = rank + rank // LENIENCE
         most = (through + _DEVIATIONS * (math.sqrt(through) + 1.0)) * numel / samples

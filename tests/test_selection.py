@@ -210,3 +210,22 @@ def test_bad_schedules() -> None:
         ({"warmup_steps": 3, "warmup_densities": [0.5, 1.5]}, "warmup_densities must be in (0, 1], got 1.5"),
     ):
         assert told in message_of(lambda arguments=arguments: TopK(0.01, **arguments))
+
+
+def test_sampled_sends_at_most_k_and_seldom_less() -> None:
+    """DGC invariant 4: at most k, at least one, and at least 0.8 k, where its own loop has ten tries to come there."""
+    short = steps = 0
+    for numel, density in ((100_000, 0.01), (400_000, 0.001), (60_000, 0.05), (2048, 1e-3)):
+        weight = nn.Parameter(torch.zeros(numel // 16, 16))
+        compressor = TopK(density, selection="sampled")
+        optimizer = fusedcomp.SGD([weight], lr=0.0, compressor=compressor, memory=Residual(), _always_sparse=True)
+        k = count_at(density, numel)
+        for _ in range(50):
+            weight.grad = torch.randn(numel // 16, 16) * torch.rand(numel // 16, 1)
+            optimizer.step()
+            sent = int(optimizer.metrics()["nnz"])
+            assert 1 <= sent <= k
+            short += sent < k
+            assert sent >= 0.8 * k
+            steps += 1
+    assert short / steps < 0.05
