@@ -9,7 +9,9 @@ powersgd4      of approximation rank 4
 topk0.001      fusedcomp.SGD with TopK(0.001), no wrapper; momentum correction and error feedback
 topk0.01       TopK(0.01)
 topk0.001_bf16 TopK(0.001) with bf16 values on the wire
-topk0.001_2level the same over two levels: dense inside the node, compressed between nodes
+threshold0.001 Threshold.from_density(0.001), momentum behind the exchange; what it sends depends on the gradients
+random0.01     RandomK(0.01): an all-reduce of values alone
+topk0.001_2level TopK(0.001) over two levels: dense inside the node, compressed between nodes
 hook0.001      DistributedDataParallel with fusedcomp's hook, TopK(0.001) and error feedback, and the SGD of the others;
                buckets of 100 MB, as its documentation advises
 ..._graph      nocomm and topk0.001 as replays of a CUDA graph of the whole step: without the host, which in eager mode
@@ -22,7 +24,6 @@ before every forward (fusedcomp does not send them either).
 import gc
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import harness  # noqa: F401 - makes the checkout importable: before fusedcomp
-from fusedcomp import SGD, TopK
+from fusedcomp import SGD, RandomK, Residual, Threshold, TopK
+from fusedcomp.compressors import Compressor
 from fusedcomp.ddp import CompressionState, compress_hook
+from fusedcomp.memories import Memory
 from rankset import Unavailable
 
 LR = 0.01
@@ -125,13 +128,9 @@ def _powersgd(approximation_rank: int) -> Callable[[DistributedDataParallel], No
     return register
 
 
-def _topk(density: float, **choices: Any) -> Callable[[nn.Module], Exchange]:
+def _ours(compressor: Compressor, memory: Memory | None = None) -> Callable[[nn.Module], Exchange]:
     def build(model: nn.Module) -> Exchange:
-        try:
-            compressor = TopK(density, **choices)
-        except TypeError as error:  # an argument this version does not know
-            raise Unavailable(str(error)) from error
-        return Exchange(model, SGD(model.parameters(), lr=LR, momentum=MOMENTUM, compressor=compressor))
+        return Exchange(model, SGD(model.parameters(), lr=LR, momentum=MOMENTUM, compressor=compressor, memory=memory))
 
     return build
 
@@ -168,13 +167,15 @@ EXCHANGES: dict[str, Callable[[nn.Module], Exchange]] = {
     "ddp_bf16": _ddp(_bf16),
     "powersgd1": _ddp(_powersgd(1)),
     "powersgd4": _ddp(_powersgd(4)),
-    "topk0.001": _topk(0.001),
-    "topk0.01": _topk(0.01),
-    "topk0.001_bf16": _topk(0.001, wire_dtype=torch.bfloat16),
+    "topk0.001": _ours(TopK(0.001)),
+    "topk0.01": _ours(TopK(0.01)),
+    "topk0.001_bf16": _ours(TopK(0.001, wire_dtype=torch.bfloat16)),
+    "threshold0.001": _ours(Threshold.from_density(0.001), Residual()),
+    "random0.01": _ours(RandomK(0.01)),
     "topk0.001_2level": _two_levels(0.001),
     "hook0.001": _hook(0.001),
     "nocomm_graph": _graph(_nocomm),
-    "topk0.001_graph": _graph(_topk(0.001)),
+    "topk0.001_graph": _graph(_ours(TopK(0.001))),
 }
 ALONE = {"nocomm", "in_step", "nocomm_graph"}  # every rank has parameters of its own
 

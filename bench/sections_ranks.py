@@ -43,6 +43,8 @@ ROWS = {
     "topk0.01": "fusedcomp, TopK(0.01)",
     "topk0.001": "fusedcomp, TopK(0.001)",
     "topk0.001_bf16": "the same, bf16 on the wire",
+    "threshold0.001": "Threshold.from_density(0.001)",
+    "random0.01": "RandomK(0.01)",
     "topk0.001_2level": "TopK(0.001), two levels",
     "hook0.001": "DDP, TopK(0.001) hook",
     "nocomm_graph": "no communication, CUDA graph",
