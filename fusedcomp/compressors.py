@@ -93,10 +93,10 @@ class TopK:
 class Threshold:
     """Send every entry of the residual of at least ``value`` (Sahu et al., NeurIPS 2021: hard threshold).
 
-    What stays behind is below ``value`` everywhere, in every step. Of all ways to send a given number of entries in a
-    run this one leaves the least behind, summed over steps (their theorem 1); how many a single step sends varies. A
-    payload has room for somewhat more than any rank asked for eight steps ago, which all headers say; what finds no
-    room stays in the residual, the smallest first.
+    What stays behind is below ``value`` everywhere, in every step. Of all ways to send a given number of entries of a
+    given sequence this one leaves the least behind, summed over steps (their section 4); how many a single step sends
+    varies. A payload has room for somewhat more than any rank asked for some steps ago, which all headers say, and
+    costs what it has room for; what finds none stays in the residual, the smallest first.
 
     Args:
         value: in units of the gradient, of what memory has made of it: with ``MomentumCorrection()`` entries are up to

@@ -6,6 +6,7 @@ Adaptive   Threshold: somewhat more than any rank asked for ``LAG`` steps ago, w
 
 import math
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -110,7 +111,8 @@ class Adaptive:
     """By what ranks asked for.
 
     Every rank sees the same headers, those of exactly ``LAG`` steps before, waiting for their copy if it must: so all
-    come to the same size, without a word more on the wire. In a CUDA graph the size stays what it was.
+    come to the same size, without a word more on the wire. There is room for the most of as many of them. In a CUDA
+    graph the size stays what it was.
 
     Args:
         numel: elements of the bucket.
@@ -120,26 +122,29 @@ class Adaptive:
     """
 
     LAG = 8
-    _FIRST = 16  # before the first header there is room for numel / 16 entries
-    _SLACK, _LEAST = 1.25, 64  # more room than was asked for
-    _WASTE = 2.0  # more room than so many times what is needed becomes less
+    _FIRST = 32  # at first there is room for numel / 32 entries
+    _SETTLING = 2 * LAG  # steps for which that is the least: residuals begin at zero, and so does what they ask for
+    _SLACK, _LEAST = 1.15, 16  # more room than was asked for
+    _WASTE = 1.4  # more room than so many times what is needed becomes less
 
     def __init__(self, numel: int, goes_dense: Callable[[int], bool], world_size: int, device: torch.device) -> None:
         self.everything = self._with_room(numel, numel)
         self.limit = self._with_room(_most(numel, goes_dense), numel)
-        self.selection = self._fitting(max(self._LEAST, numel // self._FIRST))
+        self.selection = self._fitting(max(64, numel // self._FIRST))
         pinned = device.type == "cuda"
         self._asked = torch.zeros((self.LAG, world_size, 2), dtype=torch.int32, pin_memory=pinned)  # and flags
         self._copied = [torch.cuda.Event() for _ in range(self.LAG)] if pinned else []
         self._steps = [-1] * self.LAG  # whose headers the rows are
         self._was_dense = [False] * self.LAG
-        self._step = -1
+        self._step, self._settled = -1, self._SETTLING
+        self._recent: deque[int] = deque(maxlen=self.LAG)  # what the most demanding rank asked for
 
     def at(self, step: int) -> Selection:
         """The selection of this step."""
         if self._is_capturing():
             return self.selection
         self._step = step
+        self._settled -= 1
         row, before = step % self.LAG, step - self.LAG
         if before >= 0 and self._steps[row] == before:
             self.selection = self._after(row)
@@ -163,14 +168,14 @@ class Adaptive:
             self._copied[row].synchronize()
         if self._asked[row, :, 1].any():  # not finite, or a rank failed: no measure of what is to come
             return self.selection
-        asked = int(self._asked[row, :, 0].max())
-        if asked > self.limit.k:
+        self._recent.append(int(self._asked[row, :, 0].max()))
+        if self._recent[-1] > self.limit.k:
             return self.everything
-        needed, room = math.ceil(self._SLACK * asked) + self._LEAST, self.selection.k
-        if asked > room or self.selection is self.everything:
+        asked, room = min(max(self._recent), self.limit.k), self.selection.k
+        needed = math.ceil(self._SLACK * asked) + self._LEAST
+        wasteful = room > self._WASTE * needed and self._settled < 0
+        if asked > room or wasteful or self.selection is self.everything:
             return self._fitting(needed)
-        if room > self._WASTE * needed and row == 0:  # slowly: residuals take some steps to fill
-            return self._fitting(max(needed, room // 2))
         return self.selection
 
     def _fitting(self, entries: int) -> Selection:
