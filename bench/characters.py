@@ -1,4 +1,4 @@
-"""The character model of charlm.py and the text it learns.
+"""The character model of charlm.py, and the text that it and ablation.py learn.
 
 Not models.py's GPT-2, which has a tied embedding and gives only its loss: here logits of any stretch are wanted.
 """
@@ -108,4 +108,12 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    """The mean over all that the model tells a class of: an image, or every character of a window."""
+    return functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: Tensor, context: int, batch: int) -> float:
+    """Nats per character over the whole split, in windows side by side, ``batch`` at a time."""
+    starts = torch.arange(0, len(text) - context, context, device=text.device)
+    return sum(loss_of(model, *windows(text, s, context)).item() * len(s) for s in starts.split(batch)) / len(starts)

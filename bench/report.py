@@ -20,7 +20,9 @@ import goals
 import plots
 import records
 import sections
+import sections_dgc
 import sections_ranks as ranks
+import sections_threshold
 from book import Book
 from plots import Plot
 
@@ -41,6 +43,7 @@ TABLES: dict[str, Table] = {
     "netlab": ranks.netlab,
     "headline": ranks.headline,
     "training": ranks.training,
+    "dgc": sections_dgc.dgc,
     "goals": goals.table,
     "plan": calibrate.table,
 }
@@ -135,6 +138,24 @@ SECTIONS = (
         "buffers.",
         (ranks.netlab, break_evens),
         (plots.RATES, plots.TIMELINE),
+    ),
+    Section(
+        "Dense beside compressed",
+        "What is sent of the whole model, and what it costs in quality.",
+        (sections_dgc.dgc,),
+    ),
+    Section(
+        "What each part is worth",
+        "An ablation (`bench/ablation.py`): every row changes one thing of the recipe, SGD with momentum 0.9, momentum "
+        "correction with masking, TopK(0.001) over the bucket, a density warm-up over 5 % of the steps.",
+        (sections_dgc.ablation,),
+    ),
+    Section(
+        "Does a threshold leave less behind than Top-k?",
+        "Sahu et al. (NeurIPS 2021) on a small scale (`bench/threshold.py`): the accumulated error is the sum over "
+        "steps of what ranks left behind, squared, for as many bytes, and for as many entries. Bytes are those of the "
+        "room that payloads have, used or not.",
+        (sections_threshold.table,),
     ),
     Section(
         "Does it learn?",

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import records
-from fusedcomp import Identity, RandomK, Residual, Threshold, TopK
+from fusedcomp import Identity, NoMemory, RandomK, Residual, Threshold, TopK
 from fusedcomp.demo import DATASETS, data, model, ranks, train
 
 _BF16 = TopK(density=0.01, wire_dtype=torch.bfloat16)
@@ -32,6 +32,9 @@ METHODS = (
         "threshold0.01", "SGD + Threshold.from_density(0.01)", 0.1, Threshold.from_density(0.01), memory=Residual()
     ),
     train.Method("random0.05", "SGD + RandomK(0.05)", 0.1, RandomK(density=0.05)),
+    train.Method(
+        "random0.25_unbiased", "SGD + RandomK(0.25), unbiased", 0.05, RandomK(density=0.25), memory=NoMemory()
+    ),
     train.Method("topk0.01_decoupled", "SGD + TopK(0.01), decoupled decay", 0.2, TopK(density=0.01), decay="decoupled"),
     train.Method("jointspar0.7", "dense SGD, JointSpar at 0.7", 0.1, Identity(), budget=0.7),
 )
@@ -44,10 +47,11 @@ Run = tuple[train.Job, train.Outcome]
 def main() -> None:
     arguments = _arguments()
     length = DATASETS[arguments.dataset]
+    methods = [m for m in METHODS if arguments.methods is None or m.provider in ("dense", *arguments.methods)]
     epochs = arguments.epochs or length.epochs
     jobs = [
         train.Job(dataclasses.replace(method, lr=lr), epochs, length.batch, seed)
-        for method, lr, seed in itertools.product(METHODS, GRID, range(arguments.seeds))
+        for method, lr, seed in itertools.product(methods, GRID, range(arguments.seeds))
     ]
     runs = []
     for job, outcome in _train(arguments.dataset, jobs):
@@ -58,10 +62,10 @@ def main() -> None:
             f"validation {outcome.validation_accuracy:.2%}, {outcome.seconds:.1f} s",
             flush=True,
         )
-    chosen = {method.provider: _best(runs, method.provider) for method in METHODS}
+    chosen = {method.provider: _best(runs, method.provider) for method in methods}
     for job, outcome in itertools.chain.from_iterable(chosen.values()):
         _record(arguments, job, outcome, "test_accuracy", outcome.test_accuracy)
-    _print_grid(runs)
+    _print_grid(methods, runs)
     _print_summary(chosen)
 
 
@@ -69,6 +73,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0, 1, ...; default: %(default)s")
+    parser.add_argument(
+        "--methods", nargs="+", choices=[m.provider for m in METHODS], help="beside dense; default: all"
+    )
     parser.add_argument("--epochs", type=int, help="default: the demo's")
     parser.add_argument("--output", type=Path, default=records.RESULTS / "training.jsonl")
     return parser.parse_args()
@@ -127,9 +134,9 @@ def _validation(runs: Sequence[Run]) -> float:
     return statistics.mean(outcome.validation_accuracy for _, outcome in runs)
 
 
-def _print_grid(runs: Sequence[Run]) -> None:
+def _print_grid(methods: Sequence[train.Method], runs: Sequence[Run]) -> None:
     print("\nmean validation accuracy, %", *(f"lr {lr:g}".rjust(9) for lr in GRID))
-    for method in METHODS:
+    for method in methods:
         means = (_validation(_at(runs, method.provider, lr)) for lr in GRID)
         print(method.title.ljust(27), *(f"{100 * mean:9.2f}" for mean in means))
 

@@ -94,7 +94,7 @@ class Threshold:
     """Send every entry of the residual of at least ``value`` (Sahu et al., NeurIPS 2021: hard threshold).
 
     What stays behind is below ``value`` everywhere, in every step. Of all ways to send a given number of entries of a
-    given sequence this one leaves the least behind, summed over steps (their section 4); how many a single step sends
+    given sequence this one leaves the least behind, summed over steps; how many a single step sends
     varies. A payload has room for somewhat more than any rank asked for some steps ago, which all headers say, and
     costs what it has room for; what finds none stays in the residual, the smallest first.
 

@@ -48,7 +48,7 @@ class CompressionState:
     ``no_sync``, ``find_unused_parameters`` (with ``zero_grad(set_to_none=True)``, torch's default) and ``join``.
 
     Args:
-        compressor: what is sent: ``TopK(...)``, ``Threshold(...)`` or ``Identity()``. Parameters of one dimension and
+        compressor: what is sent: ``TopK``, ``Threshold``, ``RandomK`` or ``Identity``. Parameters of one dimension and
             of fewer than 2048 elements are never compressed. ``scope="bucket"`` ranks over what is compressed of one
             of DDP's buckets, so its ``bucket_cap_mb`` changes results; ``scope="tensor"`` does not depend on it, but
             for ties and for the noise that rounds bf16 states.

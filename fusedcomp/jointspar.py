@@ -46,7 +46,7 @@ class JointSpar:
             begins a block, and the vectors that follow it in its param group (bias, norm) belong to it.
         exclude: modules or parameters that are always active, taken out of ``blocks``.
         learning_rate: how fast probabilities follow the norms (alpha), > 0.
-        loss: what they follow: ``"gain"``, or ``"shifted"``, the paper's, with far more noise (docs/jointspar.md).
+        loss: what they follow: ``"gain"``, or ``"shifted"``, the paper's, with far more noise.
         redraw_every: ``draw()`` keeps the active blocks for so many steps, and learns from the last of them.
         sampling: ``"shared"``, the same blocks on all ranks, or ``"per_rank"``, as published: every rank has its own
             probabilities and draws. That needs a fusedcomp optimizer.

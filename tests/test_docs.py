@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("algorithms/*.md"))]
 NEEDS_GPU = "# needs a GPU"  # the first line of a block that is only compiled
 
 

@@ -1,0 +1,125 @@
+"""Tables of dense training beside the recipe, and of the ablation; None where there are no records."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from book import Book, Key, Record, markdown, origin
+
+
+class Pair(NamedTuple):
+    """A task, dense and compressed."""
+
+    words: str
+    case: str
+    metric: str
+    bench: str = "ablation"
+    ours: str = "topk"
+    words_of_ours: str = "TopK(0.001)"
+    fields: tuple[tuple[str, Any], ...] = ()
+
+
+PAIRS = (
+    Pair("ResNet-20 of twice the width, Fashion-MNIST, SGD", "resnet", "test_accuracy"),
+    Pair("LSTM, characters, SGD, local clipping", "lstm", "test_loss"),
+    # The length at which both methods chose their learning rate.
+    Pair(
+        "GPT, characters, AdamW, DDP hook", "shakespeare", "test_loss", "training", "topk0.01_advised",
+        "TopK(0.01), as advised", (("steps", 4000),),
+    ),
+)  # fmt: skip
+LEAST_SEEDS = 3
+ORDER = (
+    "dense", "topk", "topk_residual", "topk_no_masking", "topk_no_warmup", "topk_dense_warmup", "topk_tensor",
+    "topk_sampled", "topk_own_momentum", "topk_decoupled", "topk_bf16", "topk_lars", "threshold",
+)  # fmt: skip
+
+
+def runs(book: Book, pair: Pair, provider: str) -> list[Record]:
+    """One for each seed; of the length that was trained last, where the pair does not say which."""
+    key = Key(pair.bench, pair.ours, pair.metric, pair.fields)
+    newest = book.find(pair.case, key)
+    fields = pair.fields or (("steps", newest["steps"] if newest else None),)
+    return book.series(pair.case, key._replace(provider=provider, fields=fields), "seed")
+
+
+def dgc(book: Book) -> str | None:
+    """Quality and bytes of dense training and of the recipe."""
+    lines, used = [], []
+    for pair in PAIRS:
+        dense, ours = runs(book, pair, "dense"), runs(book, pair, pair.ours)
+        if min(len(dense), len(ours)) < LEAST_SEEDS:
+            continue
+        used += dense + ours
+        for words, rows in (("dense", dense), (pair.words_of_ours, ours)):
+            lines.append([
+                pair.words if rows is dense else "", words, quality(rows),
+                f"{mean(rows, 'bytes_last_step') / 1e6:.3f} MB", f"{ratio_at_end(rows):.0f}x",
+                f"{mean(rows, 'bytes_sent') / 1e6:.0f} MB", f"{ratio(rows):.0f}x", f"{mean(rows, 'seconds'):.0f} s",
+            ])  # fmt: skip
+    if not lines:
+        return None
+    header = [
+        "", "gradients", "test accuracy, or loss in nats per character", "sent per step", "fewer bytes", "in all steps",
+        "fewer bytes", "time",
+    ]  # fmt: skip
+    note = (
+        f"Mean and standard deviation over seeds ({LEAST_SEEDS} or more). Bytes are those that one rank hands to "
+        "collectives, of the whole model, uncompressed parameters included: per step at the end, and over the run with "
+        "its warm-up. Times are of runs that share their GPUs with others, over NVLink: no measure of speed. "
+        f"{origin(used)}"
+    )
+    return markdown(header, lines, words=2) + "\n\n" + note
+
+
+def ablation(book: Book) -> str | None:
+    """Every row of the ablation, a table for each task."""
+    return "\n\n".join(table for pair in PAIRS[:2] if (table := _ablation(book, pair))) or None
+
+
+def _ablation(book: Book, pair: Pair) -> str | None:
+    providers = dict.fromkeys(
+        row["provider"] for row in book.rows if row["bench"] == pair.bench and row["case"] == pair.case
+    )
+    found = {provider: rows for provider in providers if (rows := runs(book, pair, provider))}
+    if pair.ours not in found:
+        return None
+    sign = 100.0 if pair.metric == "test_accuracy" else 1.0
+    lines = []
+    for rows in sorted(found.values(), key=lambda rows: ORDER.index(rows[0]["provider"])):
+        behind = sign * (mean(rows, "value") - mean(found[pair.ours], "value"))
+        lines.append([
+            rows[0]["title"], f"{rows[0]['lr']:g}", quality(rows), f"{behind:+.2f}" if sign > 1 else f"{behind:+.3f}",
+            f"{ratio(rows):.0f}x", f"{ratio_at_end(rows):.0f}x",
+        ])  # fmt: skip
+    used = [row for rows in found.values() for row in rows]
+    one = found[pair.ours][0]
+    clipped = f", clipped to {one['max_grad_norm']:g}" if one["max_grad_norm"] else ""
+    note = (
+        f"{one['dataset']}, {one['model']}, {one['parameters'] / 1e6:.2f} M parameters; {one['steps']} steps, "
+        f"{one['world_size']} ranks of {one['batch_per_rank']}{clipped}; {len({r['seed'] for r in used})} seeds, mean "
+        f"and standard deviation. Each method's lr from a grid, by validation, in trials of {one['trial_steps']} "
+        f"steps. {origin(used)}"
+    )
+    header = ["", "lr", pair.metric.replace("_", " "), "against the recipe", "fewer bytes", "at the end"]
+    return markdown(header, lines) + "\n\n" + note
+
+
+def mean(rows: Sequence[Record], field: str) -> float:
+    return statistics.mean(row[field] for row in rows)
+
+
+def quality(rows: Sequence[Record]) -> str:
+    """Mean and standard deviation of accuracies in per cent, of losses as they are."""
+    factor, digits, unit = (100.0, 2, " %") if rows[0]["metric"] == "test_accuracy" else (1.0, 3, "")
+    values = [factor * row["value"] for row in rows]
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}{unit}"
+
+
+def ratio(rows: Sequence[Record]) -> float:
+    return mean(rows, "bytes_dense") / mean(rows, "bytes_sent")
+
+
+def ratio_at_end(rows: Sequence[Record]) -> float:
+    return mean(rows, "bytes_dense") / rows[0]["steps"] / mean(rows, "bytes_last_step")
