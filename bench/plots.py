@@ -4,7 +4,9 @@ A plot is a pair: what it shows (``None`` where there are no records; needs no m
 again from the same records by the same matplotlib, a file is the same, byte for byte.
 """
 
+import itertools
 import json
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -336,16 +338,23 @@ def accuracies(book: Book) -> dict[str, dict[str, list[Record]]] | None:
     return {case: runs for case, runs in found.items() if runs} or None
 
 
+_FAR_BELOW = 5.0  # points of accuracy
+
+
 def draw_accuracies(figure: Any, data: dict[str, dict[str, list[Record]]]) -> None:
     every = figure.subplots(1, len(data), squeeze=False)[0]
     for axes, runs in zip(every, data.values(), strict=True):
-        caps = iter(range(3, 99, 3))  # bars at the same place differ in width
-        for (name, rows), colour, marker in zip(runs.items(), (BLACK, RED, BLUE, GREEN, ORANGE, PURPLE), "DosvP^",
-                                                strict=False):  # fmt: skip
+        caps = iter(range(3, 99))  # bars at the same place differ in width
+        best = max(ranks.accuracy(rows)[0] for rows in runs.values())
+        styles = zip(itertools.cycle((BLACK, RED, BLUE, GREEN, ORANGE, PURPLE, GREY)), itertools.cycle("DosvP^X<*"))
+        for (name, rows), (colour, marker) in zip(runs.items(), styles, strict=False):
             mean, deviation = ranks.accuracy(rows)
+            sent, label = rows[0]["bytes_sent"] / 1e6, name
+            if mean < best - _FAR_BELOW:  # the others would lie on one line
+                sent, label = math.nan, f"{name}: {mean:.1f} %, below"
             axes.errorbar(
-                rows[0]["bytes_sent"] / 1e6, mean, yerr=deviation, color=colour, marker=marker, markersize=6,
-                capsize=next(caps), elinewidth=1.2, linestyle="none", label=name,
+                sent, mean if sent == sent else math.nan, yerr=deviation, color=colour, marker=marker, markersize=6,
+                capsize=next(caps), elinewidth=1.2, linestyle="none", label=label,
             )  # fmt: skip
         sent = sorted(rows[0]["bytes_sent"] / 1e6 for rows in runs.values())
         ticks = [t for t in _steps() if sent[0] / 1.6 <= t <= sent[-1] * 1.6]
@@ -353,7 +362,7 @@ def draw_accuracies(figure: Any, data: dict[str, dict[str, list[Record]]]) -> No
         axes.set_xlabel("MB sent per rank, whole training")
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
-        axes.legend(loc="best")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     every[0].set_ylabel("test accuracy, %")
     _sign(figure, [row for runs in data.values() for rows in runs.values() for row in rows])
 
@@ -366,5 +375,5 @@ APPLY = Plot("apply.svg", "Time to apply what all ranks sent, against their numb
 RATES = Plot("link_rate.svg", "Time of a training step against the rate of the links", (9.0, 4.4), link_rates,
              draw_link_rates)  # fmt: skip
 TIMELINE = Plot("timeline.png", "Kernels of one training step, by stream", (9.0, 2.8), timeline, draw_timeline)
-ACCURACY = Plot("accuracy.svg", "Test accuracy against bytes sent", (6.0, 3.6), accuracies, draw_accuracies)
+ACCURACY = Plot("accuracy.svg", "Test accuracy against bytes sent", (9.0, 3.6), accuracies, draw_accuracies)
 PLOTS = (TRAFFIC, SPLIT, APPLY, RATES, TIMELINE, ACCURACY)
