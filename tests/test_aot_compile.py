@@ -80,6 +80,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 def moved(row: Row) -> tuple[int, int]:
     """Bytes of an element that a kernel reads and writes block by block, from its flags."""
     flag = row["constants"]
+    if row["kernel"] == "_decay_params_kernel":  # parameters, and their buffer
+        return 4 * (1 + flag["HAS_BUFFER"]), 4 * (1 + flag["HAS_BUFFER"])
     element, state = BYTES[flag["ELEMENT"]], 2 if flag.get("HALF") else 4
     if row["kernel"] == "_compress_kernel":
         states = state * (1 + flag["HAS_VELOCITY"])
@@ -94,7 +96,7 @@ def moved(row: Row) -> tuple[int, int]:
     return 4 + element, 0
 
 
-WIDE = {"compress", "pack_dense", "update_dense", "block_norms", "gradient_squares"}
+WIDE = {"compress", "pack_dense", "update_dense", "decay_params", "block_norms", "gradient_squares"}
 WIDE = {f"_{name}_kernel" for name in WIDE}
 
 
