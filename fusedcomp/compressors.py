@@ -7,7 +7,7 @@ Identity   everything: torch's own optimizer, in our buckets
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from fusedcomp.values import is_count, is_number, plain
 
 _WARMUP_STAGES = 4
+_LARGEST = 3.4e38  # what fp32 holds
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class TopK:
         _check_wire("TopK", self.wire_dtype)
 
     def _check_warmup(self, densities: Sequence[float]) -> None:
+        if isinstance(densities, str) or not isinstance(densities, Iterable):
+            raise TypeError(f"TopK: warmup_densities must be a sequence of densities, got {densities!r}")
         densities = tuple(plain(d) for d in densities)
         for density in densities:
             _check_density("TopK: warmup_densities", density)
@@ -93,10 +96,10 @@ class TopK:
 class Threshold:
     """Send every entry of the residual of at least ``value`` (Sahu et al., NeurIPS 2021: hard threshold).
 
-    What stays behind is below ``value`` everywhere, in every step. Of all ways to send a given number of entries of a
-    given sequence this one leaves the least behind, summed over steps; how many a single step sends
-    varies. A payload has room for somewhat more than any rank asked for some steps ago, which all headers say, and
-    costs what it has room for; what finds none stays in the residual, the smallest first.
+    Where there is room, what stays behind is below ``value`` everywhere. Of all ways to send a given number of entries
+    of a given sequence this one leaves the least behind, summed over steps; how many a single step sends varies. A
+    payload has room for somewhat more than any rank asked for some steps ago, which all headers say, and costs what it
+    has room for; what finds none stays in the residual, the smallest first.
 
     Args:
         value: in units of the gradient, of what memory has made of it: with ``MomentumCorrection()`` entries are up to
@@ -118,8 +121,8 @@ class Threshold:
             raise ValueError(
                 f"Threshold: give value or density, and not both, got value={self.value!r}, density={self.density!r}"
             )
-        if self.value is not None and (not is_number(self.value) or not 0.0 < self.value < math.inf):
-            raise ValueError(f"Threshold: value must be finite and > 0, got {self.value!r}")
+        if self.value is not None and (not is_number(self.value) or not 0.0 < self.value <= _LARGEST):
+            raise ValueError(f"Threshold: value must be > 0 and at most 3.4e38, got {self.value!r}")
         if self.density is not None:
             _check_density("Threshold: density", self.density)
         for name in ("value", "density"):
@@ -136,7 +139,7 @@ class Threshold:
         if self.value is not None:
             return self.value
         assert self.density is not None
-        return 0.5 / math.sqrt(self.density * numel)
+        return 0.5 / math.sqrt(self.density * max(numel, 1))
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,12 @@ class JointSpar:
         Once per optimizer step, however many backward passes accumulate in it.
 
         Raises:
-            RuntimeError: between ``backward()`` and ``step()`` of a fusedcomp optimizer that has sent gradients.
+            RuntimeError: between ``backward()`` and ``step()`` of a fusedcomp optimizer that has sent gradients; or a
+                parameter of an active block does not require grad any more.
         """
         if isinstance(self.optimizer, CompressedOptimizer):
             self.optimizer._refuse_if_launched("draw()")
+        self._refuse_frozen()
         if self._draws % self._rules.redraw_every == 0:
             while len(self._pending) > self._rules.lag:
                 seen = self._pending.popleft()
@@ -142,6 +144,16 @@ class JointSpar:
         self._draws += 1
         self._drawn = True
         self.optimizer.zero_grad()  # a fusedcomp optimizer also counts here which gradients to wait for
+
+    def _refuse_frozen(self) -> None:
+        for index, (block, active) in enumerate(zip(self._blocks, self._active, strict=True)):
+            frozen = next((param for param in block if active and not param.requires_grad), None)
+            if frozen is not None:
+                raise RuntimeError(
+                    f"requires_grad of a parameter of shape {tuple(frozen.shape)} in block {index} was switched off "
+                    "since the last draw(), which would switch it on again: remove() the sampler, freeze, and build it "
+                    "anew"
+                )
 
     def _activate(self, active: Sequence[bool]) -> None:
         self._active, self._inclusion = list(active), inclusion(self._bandit.probabilities)

@@ -125,12 +125,13 @@ class Adaptive:
     _FIRST = 32  # at first there is room for numel / 32 entries
     _SETTLING = 2 * LAG  # steps for which that is the least: residuals begin at zero, and so does what they ask for
     _SLACK, _LEAST = 1.15, 16  # more room than was asked for
+    _FLOOR = 64  # entries: a burst after a quiet time sends some at least
     _WASTE = 1.4  # more room than so many times what is needed becomes less
 
     def __init__(self, numel: int, goes_dense: Callable[[int], bool], world_size: int, device: torch.device) -> None:
         self.everything = self._with_room(numel, numel)
         self.limit = self._with_room(_most(numel, goes_dense), numel)
-        self.selection = self._fitting(max(64, numel // self._FIRST))
+        self.selection = self._fitting(max(self._FLOOR, numel // self._FIRST))
         pinned = device.type == "cuda"
         self._asked = torch.zeros((self.LAG, world_size, 2), dtype=torch.int32, pin_memory=pinned)  # and flags
         self._copied = [torch.cuda.Event() for _ in range(self.LAG)] if pinned else []
@@ -172,7 +173,7 @@ class Adaptive:
         if self._recent[-1] > self.limit.k:
             return self.everything
         asked, room = min(max(self._recent), self.limit.k), self.selection.k
-        needed = math.ceil(self._SLACK * asked) + self._LEAST
+        needed = max(self._FLOOR, math.ceil(self._SLACK * asked) + self._LEAST)
         wasteful = room > self._WASTE * needed and self._settled < 0
         if asked > room or wasteful or self.selection is self.everything:
             return self._fitting(needed)

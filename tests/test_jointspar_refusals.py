@@ -115,3 +115,13 @@ def test_remove_and_forgetting_a_sampler() -> None:
     finally:
         gc.enable()
     ranks.loss_of(one, 0, 0).backward()
+
+
+def test_freezing_a_block_under_a_sampler() -> None:
+    """``draw()`` would switch it on again; without the sampler it stays frozen."""
+    model = mlp(2)
+    sampler = JointSpar(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
+    train(model, sampler, 1)
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"of shape \(8, 8\) in block 0 was switched off since the last draw"):
+        sampler.draw()

@@ -207,6 +207,7 @@ def test_bad_schedules() -> None:
     for arguments, told in (
         ({"warmup_densities": [0.5]}, "at least one density, and warmup_steps at least as many, got 1 densities for 0"),
         ({"warmup_steps": 3, "warmup_densities": []}, "at least one density"),
+        ({"warmup_steps": 3, "warmup_densities": 0.5}, "warmup_densities must be a sequence of densities, got 0.5"),
         ({"warmup_steps": 3, "warmup_densities": [0.5, 1.5]}, "warmup_densities must be in (0, 1], got 1.5"),
     ):
         assert told in message_of(lambda arguments=arguments: TopK(0.01, **arguments))

@@ -275,9 +275,10 @@ def test_bad_arguments() -> None:
     for arguments, told in (
         ({}, "give value or density, and not both, got value=None, density=None"),
         ({"value": 1.0, "density": 0.1}, "and not both"),
-        ({"value": 0.0}, "value must be finite and > 0, got 0.0"),
-        ({"value": float("nan")}, "value must be finite and > 0, got nan"),
-        ({"value": True}, "value must be finite and > 0, got True"),
+        ({"value": 0.0}, "value must be > 0 and at most 3.4e38, got 0.0"),
+        ({"value": float("nan")}, "value must be > 0 and at most 3.4e38, got nan"),
+        ({"value": True}, "value must be > 0 and at most 3.4e38, got True"),
+        ({"value": 1e40}, "value must be > 0 and at most 3.4e38, got 1e+40"),
         ({"density": 1.5}, "density must be in (0, 1], got 1.5"),
         ({"value": 1.0, "wire_dtype": torch.int8}, "wire_dtype must be"),
     ):
