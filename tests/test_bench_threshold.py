@@ -49,7 +49,7 @@ def test_records_are_complete(rows: list[Row]) -> None:
 def test_entries_are_matched(rows: list[Row]) -> None:
     """As many entries as TopK's, or somewhat fewer, at its learning rate.
 
-    What is left behind depends on the rooms of payloads in runs as short as this; tests/test_threshold.py has the claim.
+    What is left behind depends on rooms in runs as short as this; tests/test_threshold.py has the claim.
     """
     topk = one(rows, "logreg_shuffled", "topk0.02")
     ours = one(rows, "logreg_shuffled", "threshold_entries_of_topk0.02")
