@@ -9,7 +9,7 @@
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedcomp.buckets import Bucket
 from fusedcomp.buffers import Reduced, Summed
 from fusedcomp.exchange import Exchange, Hyper, Shared
-from fusedcomp.kernels.segments import WORDS
+from fusedcomp.kernels.segments import WORDS, Operands
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
 
 _NOTHING = {"grad_scale": 1.0, "weight_decay": 0.0, "momentum": 0.0}
@@ -243,6 +243,18 @@ class CompressedExchange(Exchange):
         self.settle(hyper, reduced.norms.view(1, -1))
         self.decay(hyper)
         self._update(reduced, hyper, 1.0 / self.group.world_size)
+
+    def _land(self, put: Callable[[Operands, Tensor], None], hyper: Hyper) -> None:
+        """Update by what was sent: ``put(operands, lr)`` takes lr times its mean over ranks from the parameters."""
+        if "momentum_buffer" not in self.bucket.states:
+            put(self.bucket.operands, hyper.lr)
+            return
+        # Momentum follows the exchange: the mean update becomes a dense vector first.
+        reduced = self.reduced
+        assert reduced is not None
+        reduced.values.zero_()
+        put(reduced.as_params, self.minus_one)
+        self._update(reduced, hyper, 1.0)
 
     def _update(self, reduced: Reduced, hyper: Hyper, inverse_world: float) -> None:
         """Decay and trust ratio went through the wire; what remains is the step itself."""

@@ -13,8 +13,10 @@ from fusedcomp.buckets import Bucket
 from fusedcomp.buffers import Reduced, Summed, strata_table
 from fusedcomp.compressors import RandomK
 from fusedcomp.exchange import Hyper, Shared
+from fusedcomp.kernels.segments import Operands
 from fusedcomp.memories import Memory, NoMemory
 from fusedcomp.pipeline import CompressedExchange
+from fusedcomp.sizing import count_at
 
 _NO_CANDIDATES = (1 << 63) - 1  # above every selection key
 
@@ -34,13 +36,14 @@ class RandomExchange(CompressedExchange):
         sums: Tensor | None,
     ) -> None:
         super().__init__(bucket, shared, seed, memory, with_momentum, state_dtype, sums)
-        segments = bucket.segments
+        segments, with_norms = bucket.segments, self.trust is not None
         self.unbiased = isinstance(memory, NoMemory)
-        self.strata = strata_table(compressor.density, segments)
-        self.dense_step = len(self.strata) == segments.numel
+        self.count = sum(count_at(compressor.density, numel) for numel in segments.numels)
+        self.dense_step = self.count == segments.numel
         self.thresholds.fill_(_NO_CANDIDATES)
-        with_norms = self.trust is not None
-        self.summed = Summed.of(len(self.strata), len(segments.numels), with_norms, bucket.device)
+        if not self.dense_step:
+            self.strata = strata_table(compressor.density, segments)
+            self.summed = Summed.of(self.count, len(segments.numels), with_norms, bucket.device)
         if self.dense_step or "momentum_buffer" in bucket.states:
             self.reduced = Reduced.allocate(bucket, with_norms)
 
@@ -65,29 +68,23 @@ class RandomExchange(CompressedExchange):
         self.read_trailer(self.summed)
 
     def _apply_sent(self, hyper: Hyper) -> None:
-        segments, summed, reduced = self.bucket.segments, self.summed, self.reduced
         if self.shared.verdict is None:
             self.read()
-        self.settle(hyper, summed.norms.view(1, -1))
+        self.settle(hyper, self.summed.norms.view(1, -1))
         self.decay(hyper)
-        drawn = (self.strata, self.seed, self.present)
-        inverse = 1.0 / self.group.world_size
-        if reduced is None:
+
+        def put(operands: Operands, lr: Tensor) -> None:
             self.ops.draws.put_drawn(
-                segments, self.bucket.operands, *drawn, hyper.lr, summed.values, inverse_world=inverse
-            )
-            return
-        # Momentum follows the exchange: the mean update becomes a dense vector first.
-        reduced.values.zero_()
-        self.ops.draws.put_drawn(
-            segments, reduced.as_params, *drawn, self.minus_one, summed.values, inverse_world=inverse
-        )
-        self._update(reduced, hyper, 1.0)
+                self.bucket.segments, operands, self.strata, self.seed, self.present, lr, self.summed.values,
+                inverse_world=1.0 / self.group.world_size,
+            )  # fmt: skip
+
+        self._land(put, hyper)
 
     def metrics(self) -> dict[str, Tensor]:
         """This bucket's share of ``CompressedOptimizer.metrics``; there is no threshold."""
         device = self.bucket.device
-        count = torch.full((), len(self.strata), dtype=torch.int64, device=device)
+        count = torch.full((), self.count, dtype=torch.int64, device=device)
         return {
             "nnz": count,
             "candidates": count,

@@ -1,7 +1,7 @@
 """How many entries a payload has room for: the same number on every rank, known to the host before the pass.
 
 Scheduled  TopK: what its density makes of the bucket, exactly
-Adaptive   Threshold: somewhat more than any rank asked for ``LAG`` steps ago, which the headers of all ranks say
+Adaptive   Threshold: somewhat more than any rank asked for some steps ago, which the headers of all ranks say
 """
 
 import math
@@ -52,8 +52,9 @@ def num_samples(compressor: TopK, numel: int) -> int:
 def plan_selection(compressor: TopK, scope_numels: Sequence[int], density: float) -> Selection:
     """k, sample rank and candidate capacity for every scope.
 
-    Of s samples, m = k s / n are expected among the k largest. The threshold is the sample of rank m + 6 sqrt(m) + 6:
-    fewer than k candidates would need that many samples above the k-th entry. The capacity has the same margin upward,
+    Of s samples, m = k s / n are expected among the k largest. The threshold is the sample of rank m + 6 sqrt(m) + 6
+    (``"sampled"``: 2 in place of 6): fewer than k candidates would need that many samples above the k-th entry. The
+    capacity has the margin of 6 upward,
     beyond the quarter that cutting the threshold to few bits may let through (sample.py).
     """
     ks, ranks, aims, capacity = [], [], [], 0

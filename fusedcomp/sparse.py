@@ -16,7 +16,7 @@ from fusedcomp.exchange import Hyper, Shared
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.headers import FAILED
 from fusedcomp.kernels.refine import SCAN
-from fusedcomp.kernels.segments import Segments
+from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.memories import Memory
 from fusedcomp.pipeline import CompressedExchange
 from fusedcomp.sizing import NOTHING, THRESHOLD_WIDTH, Adaptive, Scheduled, Selection, Sizing, threshold_key
@@ -167,19 +167,12 @@ class SparseExchange(CompressedExchange):
         entries = (payload.starts, payload.indices, payload.values)
         headers = None if asks or self.shared.verdict is not None else payload.header
         told = (headers, self.status, self.shared.found_inf, self.present)
-        if "momentum_buffer" not in self.bucket.states:
-            self.ops.apply.apply_payloads(
-                segments, self.bucket.operands, *entries, hyper.lr, *told, self.sums, inverse_world=inverse
-            )
-            return
-        # Momentum follows the exchange: the mean update becomes a dense vector first.
-        reduced = self.reduced
-        assert reduced is not None
-        reduced.values.zero_()
-        self.ops.apply.apply_payloads(
-            segments, reduced.as_params, *entries, self.minus_one, *told, None, inverse_world=inverse
-        )
-        self._update(reduced, hyper, 1.0)
+
+        def put(operands: Operands, lr: Tensor) -> None:
+            sums = self.sums if operands is self.bucket.operands else None
+            self.ops.apply.apply_payloads(segments, operands, *entries, lr, *told, sums, inverse_world=inverse)
+
+        self._land(put, hyper)
 
     def metrics(self) -> dict[str, Tensor]:
         """This bucket's share of ``CompressedOptimizer.metrics``."""
