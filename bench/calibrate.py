@@ -27,8 +27,7 @@ import models
 import records
 import workloads
 from book import Book, Record, markdown, origin, title
-from fusedcomp.buckets import Treatment, plan_buckets
-from fusedcomp.kernels.segments import BLOCK
+from fusedcomp.buckets import Treatment, is_large, plan_buckets
 from fusedcomp.plan.calibration import Calibration, parse
 from fusedcomp.plan.cost import Cluster, Method, Planner
 from fusedcomp.sizing import count_at
@@ -250,7 +249,7 @@ def _ready(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[int, float]
 
 def _buckets(params: Sequence[nn.Parameter], ready: dict[int, float]) -> Iterator[dict[str, Any]]:
     """As fusedcomp.SGD cuts them."""
-    treatments = [Treatment(0, p.ndim > 1 and p.numel() >= BLOCK, False, "gradient", p.dtype) for p in params]
+    treatments = [Treatment(0, is_large(p), False, "gradient", p.dtype) for p in params]
     for bucket in plan_buckets(list(zip(params, treatments, strict=True)), _CAP_MB * 2**20, [False]):
         segments = bucket.segments
         yield {

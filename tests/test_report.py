@@ -19,6 +19,7 @@ import plots  # noqa: E402
 import records  # noqa: E402
 import report  # noqa: E402
 import sections  # noqa: E402
+import sections_dgc  # noqa: E402
 import sections_ranks  # noqa: E402
 from book import Book, Key  # noqa: E402
 
@@ -233,3 +234,32 @@ def test_language_models_by_method(tmp_path: Path) -> None:
     assert "| dense | 0.002 | 0.9, 0.95 | 2.000 ± 1.414 | +0.000 | 0.500 | 40.0x |" in short
     assert "as advised | 0.002 | 0.9, 0.95 | 5.000 | +3.000 | 0.500 | 40.0x |" in short
     assert "2.00 M parameters on Shakespeare's plays" in table
+
+
+def test_dense_beside_the_recipe_and_what_each_part_is_worth(tmp_path: Path) -> None:
+    """Of the length that was trained last; a task with fewer than three seeds is no headline."""
+    more = {
+        "lr": 0.1, "bytes_sent": 10, "bytes_dense": 4000, "bytes_last_step": 2, "seconds": 3.0, "steps": 20,
+        "title": "a row", "dataset": "clothes", "model": "a net", "parameters": 1e6, "world_size": 2,
+        "batch_per_rank": 3, "max_grad_norm": None, "trial_steps": 5,
+    }  # fmt: skip
+    rows = [
+        record("ablation", case, provider, value + seed / 100, metric, seed=seed, **more)
+        for case, metric, seeds in (("resnet", "test_accuracy", 3), ("lstm", "test_loss", 2))
+        for provider, value in (("dense", 0.93), ("topk", 0.9), ("topk_no_masking", 0.8))
+        for seed in range(seeds)
+    ]
+    rows.append(record("ablation", "resnet", "topk_lars", 0.99, "test_accuracy", seed=0, **more | {"steps": 7}))
+    book = book_of(tmp_path / "r", *rows)
+    headline = sections_dgc.dgc(book)
+    assert headline is not None
+    assert "| dense | 94.00 ± 1.00 % | 0.000 MB | 100x |" in headline
+    assert "LSTM" not in headline
+    table = sections_dgc.ablation(book)
+    assert table is not None
+    images, characters = table.split("test loss")
+    assert "| a row | 0.1 | 91.00 ± 1.00 % | +0.00 | 400x | 100x |" in images
+    assert "| 81.00 ± 1.00 % | -10.00 |" in images
+    assert "99.00" not in images  # of another length
+    assert "| 0.935 ± 0.007 | +0.030 |" in characters
+    assert sections_dgc.dgc(book_of(tmp_path / "none")) is None
