@@ -2,7 +2,7 @@
 
 Rows: dense; TopK(0.01) with the same AdamW; TopK(0.01) as docs/ddp.md advises, without Adam's first moment, with a
 longer second one, and every rank's gradient clipped; torch's PowerSGD hook of rank 4. In the first 5 % of the steps the
-density falls to 0.01, and PowerSGD is dense. Every method trains at every learning rate of one grid and with every
+density falls to 0.01, and PowerSGD is dense. Every method trains at every learning rate of a grid and with every
 seed; its own rate is the one with the lowest mean loss on the validation split. (Of one seed it could be a rate that
 only this seed survives: in a trial, seed 0 alone chose one with which seed 1 lost 0.13.) The loss that is compared
 comes from a test split: of every 20 stretches of the text one is validation and one is test. A seed sets initial
