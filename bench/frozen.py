@@ -53,7 +53,7 @@ class Frozen:
         self.set_ranks(self.ranks)
         optimizer._mirror_lr()
         self.states = [t for e in self.exchanges for t in e.bucket.states.values()]
-        self.counters = [t for e in self.exchanges for t in _small_tensors(e)]
+        self.counters = [t for e in self.exchanges for t in small_tensors(e)]
         self.copies = [[t.clone() for t in live] for live in (self.states, self.counters, self.params)]
         self.numel_sparse = sum(e.bucket.segments.numel for e in self.sparse)
         self.numel_dense = sum(e.bucket.segments.numel for e in self.dense)
@@ -169,7 +169,7 @@ def _without_norms(exchange: SparseExchange) -> Tensor:
     return own
 
 
-def _small_tensors(exchange: Exchange) -> list[Tensor]:
+def small_tensors(exchange: Exchange) -> list[Tensor]:
     """Step counters, flags, trust ratios, norms: whatever an exchange and its bucket keep beside the states."""
     held = [*vars(exchange).values(), exchange.bucket.norms]
     return [t for t in held if isinstance(t, Tensor) and t.numel() < _SMALL]

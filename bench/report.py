@@ -21,6 +21,7 @@ import plots
 import records
 import sections
 import sections_dgc
+import sections_methods
 import sections_ranks as ranks
 import sections_threshold
 from book import Book
@@ -91,6 +92,13 @@ SECTIONS = (
         "The whole compress side beside the same pass without selection, and beside top-k functions that do nothing "
         "but select among values that lie ready.",
         (sections.selection,),
+    ),
+    Section(
+        "Every method",
+        "The compress side, from gradients to payload, of SGD with momentum correction: milliseconds of the device; the "
+        "least traffic of an element (gradient read, two fp32 states read and written); and the time against the pass "
+        "that selects nothing.",
+        (sections_methods.table,),
     ),
     Section(
         "Against plain torch",

@@ -28,6 +28,8 @@ import frozen  # noqa: E402
 import harness  # noqa: E402
 import lars  # noqa: E402
 import launches  # noqa: E402
+import methods  # noqa: E402
+import sections_methods  # noqa: E402
 import step  # noqa: E402
 import tables  # noqa: E402
 import trained  # noqa: E402
@@ -295,6 +297,21 @@ def test_copies_and_fills_are_no_kernels() -> None:
 def test_a_table_lines_up(capsys: pytest.CaptureFixture[str]) -> None:
     tables.print_table("title", ("where", "ms"), [["here", "1.25"], ["here", "10.5"], ["there", "2"]])
     assert capsys.readouterr().out == "\ntitle\nwhere ms\nhere  1.25\n      10.5\nthere 2\n"
+
+
+def test_every_method_is_timed(tmp_path: Path) -> None:
+    results = tmp_path / "methods.jsonl"
+    done = run("bench/methods.py", "--quick", "--device", "cpu", "--cases", "gpt2", "--results", str(results))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = read(results)
+    times = {row["provider"]: row for row in rows if (row["metric"], row["timing"]) == ("ms", "graph")}
+    assert times.keys() == methods.METHODS.keys() == sections_methods.WORDS.keys()
+    for row in times.values():
+        assert row["value"] > 0
+        assert row["elements"] == 300 * 100 + 61 * 57
+        assert 0 < row["payload_bytes"] < row["elements"]
+    # Which entries chance picks is known to all: they are sent without their places.
+    assert times["randomk"]["payload_bytes"] < times["topk"]["payload_bytes"]
 
 
 def test_charlm_trains_every_method(tmp_path: Path) -> None:
