@@ -39,7 +39,7 @@ import records
 import tasks
 import teams
 from characters import loss_of
-from fusedcomp import LARS, SGD, Identity, MomentumCorrection, Residual, Threshold, TopK, broadcast_buffers
+from fusedcomp import LARS, SGD, Identity, JointSpar, MomentumCorrection, Residual, Threshold, TopK, broadcast_buffers
 from fusedcomp.compressors import Compressor
 
 DENSITY = 0.001
@@ -70,6 +70,7 @@ class Method:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the optimizer
     lars: bool = False
     decay_factor: float = 1.0  # of the task's weight decay
+    budget: float | None = None  # of JointSpar
 
     def optimizer(self, model: nn.Module, recipe: tasks.Recipe, lr: float, warmup_steps: int) -> SGD | LARS:
         # Graphs give all gradients at the end: nothing could overlap.
@@ -100,6 +101,8 @@ METHODS = {
         "bf16 states and wire", topk(wire_dtype=torch.bfloat16), settings={"state_dtype": torch.bfloat16}
     ),
     "topk_lars": Method("LARS, trust ratios in the pass", lars=True),
+    "jointspar0.5": Method("dense, JointSpar at 0.5", lambda _: Identity(), budget=0.5),
+    "jointspar0.7": Method("dense, JointSpar at 0.7", lambda _: Identity(), budget=0.7),
     "threshold": Method(
         "Threshold.from_density(0.001), momentum behind the exchange",
         lambda _: Threshold.from_density(DENSITY), settings={"memory": Residual()},
@@ -177,16 +180,18 @@ def train(job: Job, task: tasks.Task, eager: bool, device: torch.device) -> Outc
     torch.manual_seed(job.seed)
     model = task.network().to(device)
     order = task.order(job.seed, job.steps).to(device)
-    if not eager:
+    if not eager and method.budget is None:  # a graph computes the same layers in every step
         model = teams.graphed(model, task.batch(order[0])[0])
     optimizer = method.optimizer(model, task.recipe, job.lr, job.warmup_steps)
+    sampler = None if method.budget is None else JointSpar(optimizer, method.budget, seed=job.seed)
+    begin = optimizer.zero_grad if sampler is None else sampler.draw
     factor = functools.partial(teams.lr_factor, steps=job.steps, warmup_steps=job.warmup_steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     sent = 0
     late = torch.zeros((), device=device)  # the losses of the last tenth
     last = max(1, job.steps // 10)
     for step, numbers in enumerate(order):
-        optimizer.zero_grad()
+        begin()
         loss = loss_of(model, *task.batch(numbers))
         loss.backward()
         optimizer.step()
@@ -323,6 +328,7 @@ def record(options: argparse.Namespace, job: Job, outcome: Outcome) -> None:
         trust_coefficient=recipe.trust_coefficient if method.lars else None,
         max_grad_norm=recipe.max_grad_norm,
         compressor=repr(method.compressor(job.warmup_steps)),
+        budget=method.budget,
         settings={name: str(setting) for name, setting in method.settings.items()},
         seed=job.seed,
         steps=job.steps,

@@ -95,7 +95,7 @@ SECTIONS = (
     ),
     Section(
         "Every method",
-        "The compress side, from gradients to payload, of SGD with momentum correction: milliseconds of the device; the "
+        "The compress side, from gradients to payload, of SGD with momentum correction: milliseconds of the device, "
         "least traffic of an element (gradient read, two fp32 states read and written); and the time against the pass "
         "that selects nothing.",
         (sections_methods.table,),
@@ -123,6 +123,12 @@ SECTIONS = (
         "Host",
         "How long `optimizer.step()` keeps the host, and the number of kernels per compressed bucket.",
         (sections.host,),
+    ),
+    Section(
+        "JointSpar",
+        "Forward and backward of a step in which only what was drawn is computed, against the budget: means over draws "
+        "with all blocks equally likely, bf16 autocast, plain calls (`bench/jointspar.py`).",
+        (sections_methods.jointspar,),
     ),
     Section(
         "Overlap with backward", "How much of the compression hides behind backward.", (sections.overlap,)

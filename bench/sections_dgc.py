@@ -22,16 +22,16 @@ class Pair(NamedTuple):
 PAIRS = (
     Pair("ResNet-20 of twice the width, Fashion-MNIST, SGD", "resnet", "test_accuracy"),
     Pair("LSTM, characters, SGD, local clipping", "lstm", "test_loss"),
-    # The length at which both methods chose their learning rate.
     Pair(
         "GPT, characters, AdamW, DDP hook", "shakespeare", "test_loss", "training", "topk0.01_advised",
-        "TopK(0.01), as advised", (("steps", 4000),),
+        "TopK(0.01), as advised",
     ),
 )  # fmt: skip
 LEAST_SEEDS = 3
 ORDER = (
     "dense", "topk", "topk_residual", "topk_no_masking", "topk_no_warmup", "topk_dense_warmup", "topk_tensor",
     "topk_sampled", "topk_own_momentum", "topk_decoupled", "topk_bf16", "topk_lars", "threshold",
+    "jointspar0.5", "jointspar0.7",
 )  # fmt: skip
 
 

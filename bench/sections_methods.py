@@ -1,4 +1,4 @@
-"""What each method's compress side costs an element; None where there are no records."""
+"""What each method's compress side costs an element, and what JointSpar saves; None where there are no records."""
 
 from book import CASES, Book, Key, Record, markdown, origin
 
@@ -37,5 +37,33 @@ def _table(book: Book, case: str) -> str | None:
     header = [
         CASES.get(case, case), "ms", "ps an element", "bytes an element", "of the pass", "launches", "payload",
         "fewer bytes",
+    ]  # fmt: skip
+    return markdown(header, lines) + f"\n\n{origin(used)}"
+
+
+def jointspar(book: Book) -> str | None:
+    """Time and FLOPs of forward and backward against the budget."""
+    return "\n\n".join(one for case in book.cases("jointspar") if (one := _jointspar(book, case))) or None
+
+
+def _jointspar(book: Book, case: str) -> str | None:
+    metrics = ("flops_of_dense", "forward_ms", "backward_ms", "ms", "ms_of_dense")
+    rows = [row for row in book.rows if (row["bench"], row["case"], row["metric"]) == ("jointspar", case, metrics[-1])]
+    lines, used = [], []
+    for provider in sorted({row["provider"] for row in rows}, reverse=True):
+        found = [book.find(case, Key("jointspar", provider, metric)) for metric in metrics]
+        flops, forward, backward, whole, of_dense = found
+        if flops is None or forward is None or backward is None or whole is None or of_dense is None:
+            continue
+        used += [of_dense]
+        lines.append([
+            f"{of_dense['budget']:g}", f"{100 * of_dense['active_share']:.0f} %", f"{flops['value']:.2f}",
+            f"{forward['value']:.1f}", f"{backward['value']:.1f}", f"{whole['value']:.1f}", f"{of_dense['value']:.2f}",
+        ])  # fmt: skip
+    if not lines:
+        return None
+    header = [
+        f"{CASES.get(case, case)}: budget", "of the gradient's bytes", "FLOPs, of dense", "forward, ms", "backward, ms",
+        "both", "of dense",
     ]  # fmt: skip
     return markdown(header, lines) + f"\n\n{origin(used)}"
