@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from book import Book, Key, Record, markdown, origin
 
@@ -16,7 +16,6 @@ class Pair(NamedTuple):
     bench: str = "ablation"
     ours: str = "topk"
     words_of_ours: str = "TopK(0.001)"
-    fields: tuple[tuple[str, Any], ...] = ()
 
 
 PAIRS = (
@@ -35,19 +34,24 @@ ORDER = (
 )  # fmt: skip
 
 
-def runs(book: Book, pair: Pair, provider: str) -> list[Record]:
-    """One for each seed; of the length that was trained last, where the pair does not say which."""
-    key = Key(pair.bench, pair.ours, pair.metric, pair.fields)
-    newest = book.find(pair.case, key)
-    fields = pair.fields or (("steps", newest["steps"] if newest else None),)
-    return book.series(pair.case, key._replace(provider=provider, fields=fields), "seed")
+def runs(book: Book, pair: Pair, provider: str, steps: int) -> list[Record]:
+    """One for each seed, of trainings of so many steps."""
+    return book.series(pair.case, Key(pair.bench, provider, pair.metric, (("steps", steps),)), "seed")
+
+
+def rows_of(book: Book, pair: Pair) -> list[Record]:
+    return [
+        row for row in book.rows if (row["bench"], row["case"], row["metric"]) == (pair.bench, pair.case, pair.metric)
+    ]
 
 
 def dgc(book: Book) -> str | None:
     """Quality and bytes of dense training and of the recipe."""
     lines, used = [], []
     for pair in PAIRS:
-        dense, ours = runs(book, pair, "dense"), runs(book, pair, pair.ours)
+        newest = [row["steps"] for row in rows_of(book, pair) if row["provider"] == pair.ours]
+        steps = newest[-1] if newest else 0
+        dense, ours = runs(book, pair, "dense", steps), runs(book, pair, pair.ours, steps)
         if min(len(dense), len(ours)) < LEAST_SEEDS:
             continue
         used += dense + ours
@@ -78,10 +82,11 @@ def ablation(book: Book) -> str | None:
 
 
 def _ablation(book: Book, pair: Pair) -> str | None:
-    providers = dict.fromkeys(
-        row["provider"] for row in book.rows if row["bench"] == pair.bench and row["case"] == pair.case
-    )
-    found = {provider: rows for provider in providers if (rows := runs(book, pair, provider))}
+    providers: dict[int, dict[str, None]] = {}  # in the length that most methods were trained for
+    for row in rows_of(book, pair):
+        providers.setdefault(row["steps"], {})[row["provider"]] = None
+    steps = max(providers, key=lambda steps: len(providers[steps]), default=0)
+    found = {p: rows for p in providers.get(steps, ()) if (rows := runs(book, pair, p, steps))}
     if pair.ours not in found:
         return None
     sign = 100.0 if pair.metric == "test_accuracy" else 1.0
