@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fusedcomp.kernels import apply, clip, compress, decay, dense, draws, headers, norms, refine, sample, verdict
+from fusedcomp.kernels import apply, clip, compress, decay, dense, draws, headers, merge, norms, refine, sample, verdict
 from fusedcomp.kernels.reference import apply as apply_twin
 from fusedcomp.kernels.reference import clip as clip_twin
 from fusedcomp.kernels.reference import compress as compress_twin
@@ -17,6 +17,7 @@ from fusedcomp.kernels.reference import decay as decay_twin
 from fusedcomp.kernels.reference import dense as dense_twin
 from fusedcomp.kernels.reference import draws as draws_twin
 from fusedcomp.kernels.reference import headers as headers_twin
+from fusedcomp.kernels.reference import merge as merge_twin
 from fusedcomp.kernels.reference import norms as norms_twin
 from fusedcomp.kernels.reference import refine as refine_twin
 from fusedcomp.kernels.reference import sample as sample_twin
@@ -30,6 +31,7 @@ _KERNELS = SimpleNamespace(
     dense=dense,
     draws=draws,
     headers=headers,
+    merge=merge,
     norms=norms,
     refine=refine,
     sample=sample,
@@ -43,6 +45,7 @@ _TWINS = SimpleNamespace(
     dense=dense_twin,
     draws=draws_twin,
     headers=headers_twin,
+    merge=merge_twin,
     norms=norms_twin,
     refine=refine_twin,
     sample=sample_twin,

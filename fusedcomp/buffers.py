@@ -86,7 +86,13 @@ class Summed:
     def of(numel: int, segments: int, with_norms: bool, device: torch.device) -> "Summed":
         """Zeros for so many values of so many segments."""
         whole = torch.zeros(dense_numel(segments, numel, with_norms), dtype=torch.float32, device=device)
-        return Summed(whole, *whole.split([numel, segments + TRAILER_WORDS, 2 * segments if with_norms else 0]))
+        return Summed.within(whole, segments, with_norms)
+
+    @staticmethod
+    def within(whole: Tensor, segments: int, with_norms: bool) -> "Summed":
+        """Views of a buffer that has room for as many values as there is place."""
+        ends = [segments + TRAILER_WORDS, 2 * segments if with_norms else 0]
+        return Summed(whole, *whole.split([whole.numel() - sum(ends), *ends]))
 
 
 @dataclass(frozen=True)

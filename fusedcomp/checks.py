@@ -80,6 +80,20 @@ def memory_goes_with(name: str, compressor: Any, memory: Any, states: torch.dtyp
         )
     if not isinstance(memory, (MomentumCorrection, Residual, NoMemory)):
         raise TypeError(f"{name}: memory must be MomentumCorrection(), Residual() or NoMemory(), got {memory!r}")
+    collective = getattr(compressor, "collective", "gather")
+    if collective != "gather":
+        _takes_back(f"{name}: collective={collective!r}", memory, states)
+
+
+def _takes_back(name: str, memory: Any, states: torch.dtype) -> None:
+    """Refuse what would lose entries that merged payloads have no room for."""
+    if isinstance(memory, NoMemory):
+        raise ValueError(
+            f"{name} needs Residual() or MomentumCorrection(), which keep what merged payloads have no room for, got "
+            f"{memory!r}"
+        )
+    if states != torch.float32:
+        raise ValueError(f"{name} needs state_dtype=torch.float32, for what comes back would be rounded, got {states}")
 
 
 def knows_size(compressor: Any, names: Mapping[Tensor, str]) -> None:
@@ -204,6 +218,11 @@ def levels(group: Mapping[str, Any], name: Callable[[Tensor], str]) -> None:
     if not isinstance(group["compressor"], TopK):
         raise NotImplementedError(
             f"process_group=(intra_node, inter_node) compresses with TopK(...) alone, got {group['compressor']!r}"
+        )
+    if group["compressor"].collective != "gather":
+        raise NotImplementedError(
+            "process_group=(intra_node, inter_node) takes collective='gather' alone, got "
+            f"{group['compressor'].collective!r}"
         )
     if group["momentum"] > 0 and not isinstance(group["memory"], MomentumCorrection):
         raise NotImplementedError(

@@ -142,6 +142,14 @@ class Group:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(out.view(-1), own, group=self.process_group, async_op=True)
 
+    def swap(self, own: Tensor | None, out: Tensor | None, peer: int) -> list[Any]:
+        """Start sending ``own`` to a rank of this group and receiving ``out`` from it; the works."""
+        moves = [(dist.isend, own), (dist.irecv, out)]
+        group = self.process_group
+        return dist.batch_isend_irecv(
+            [dist.P2POp(move, tensor, group=group, group_peer=peer) for move, tensor in moves if tensor is not None]
+        )
+
     def reduce_scatter(self, own: Tensor, rows: Tensor) -> Any:
         """Start summing ``rows`` (world, numel) over ranks, this rank's into ``own``; the work, or None when done."""
         if self.world_size == 1:

@@ -43,6 +43,9 @@ class TopK:
             instead of four; what rounding loses stays in the residual, bit for bit. A value beyond what the type holds
             (65504 in fp16) is sent as its largest and the rest stays, exactly below 2**29. One below what the type
             resolves (3e-8 in fp16) is sent as 0 and stays. A bucket that goes dense travels in fp32 whatever this says.
+        collective: how payloads travel. ``"gather"``: all of them to all ranks. ``"tree"`` (gTop-k, Shi et al., 2019):
+            merged in pairs, log2 of the ranks times, of every sum the k largest; what a merge drops goes back into one
+            rank's residual. For many ranks; needs a memory, and states of fp32.
 
     Raises:
         ValueError: an argument is out of range.
@@ -54,6 +57,7 @@ class TopK:
     scope: str = "bucket"
     wire_dtype: torch.dtype = torch.float32
     warmup_densities: Sequence[float] | None = None
+    collective: str = "gather"
 
     def __post_init__(self) -> None:
         _check_density("TopK: density", self.density)
@@ -68,6 +72,8 @@ class TopK:
         if self.scope not in ("bucket", "tensor"):
             raise ValueError(f"TopK: scope must be 'bucket' or 'tensor', got {self.scope!r}")
         _check_wire("TopK", self.wire_dtype)
+        if self.collective not in ("gather", "tree"):
+            raise ValueError(f"TopK: collective must be 'gather' or 'tree', got {self.collective!r}")
 
     def _check_warmup(self, densities: Sequence[float]) -> None:
         if isinstance(densities, str) or not isinstance(densities, Iterable):

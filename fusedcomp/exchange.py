@@ -70,6 +70,7 @@ class Shared:
     has_loss_scale: bool = False
     loss_scale: Tensor | None = None  # f32, one number: of this step
     squares: Tensor | None = field(default=None, repr=False)  # f32: of all buckets' segments, to clip the model
+    vector: Tensor | None = field(default=None, repr=False)  # f32 zeros: where one bucket after another merges payloads
 
     @property
     def parity(self) -> Tensor | None:

@@ -25,6 +25,7 @@ from fusedcomp.memories import Memory
 from fusedcomp.pipeline import DenseExchange
 from fusedcomp.randomk import RandomExchange
 from fusedcomp.sparse import SparseExchange
+from fusedcomp.tree import TreeExchange
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Plan:
 
         def make(bucket: Bucket, shared: Shared, seed: Tensor) -> SparseExchange:
             assert isinstance(self.compressor, (TopK, Threshold))
-            return SparseExchange(
+            merges = isinstance(self.compressor, TopK) and self.compressor.collective == "tree"
+            return (TreeExchange if merges else SparseExchange)(
                 bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype,
                 self.always_sparse, sums, self.compressed,
             )  # fmt: skip

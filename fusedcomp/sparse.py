@@ -20,7 +20,7 @@ from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.memories import Memory
 from fusedcomp.pipeline import CompressedExchange
 from fusedcomp.sizing import NOTHING, THRESHOLD_WIDTH, Adaptive, Scheduled, Selection, Sizing, threshold_key
-from fusedcomp.wire import PayloadLayout, dense_is_cheaper
+from fusedcomp.wire import Payload, PayloadLayout, dense_is_cheaper
 
 
 def layout_of(compressor: TopK | Threshold, segments: Segments, with_norms: bool, k: int) -> PayloadLayout:
@@ -46,6 +46,7 @@ class SparseExchange(CompressedExchange):
     ) -> None:
         super().__init__(bucket, shared, seed, memory, with_momentum, state_dtype, sums)
         self.compressor, self.always_sparse = compressor, always_sparse
+        self.peers = self.group.world_size  # whose payloads are received whole
         segments, device = bucket.segments, bucket.device
         scopes = len(segments.scope_numels)
 
@@ -82,7 +83,8 @@ class SparseExchange(CompressedExchange):
 
     def _goes_dense(self, k: int) -> bool:
         nbytes, raw = self._layout(k).nbytes, 4 * self.bucket.segments.numel
-        return dense_is_cheaper(nbytes, raw, self.group.world_size) and not self.always_sparse
+        collective = getattr(self.compressor, "collective", "gather")
+        return dense_is_cheaper(nbytes, raw, self.group.world_size, collective) and not self.always_sparse
 
     def prepare(self, selection: Selection, dense: bool, room: Tensor | None) -> None:
         """Buffers for this selection; the same decision on every rank. ``room``: u8, where to receive."""
@@ -91,7 +93,7 @@ class SparseExchange(CompressedExchange):
             self.reduced = Reduced.allocate(self.bucket, self.trust is not None)
         if not dense:
             self.buffers = PayloadBuffers.allocate(
-                self._layout(selection.k), selection, self.group.world_size, self.bucket.device, room
+                self._layout(selection.k), selection, self.peers, self.bucket.device, room
             )  # fmt: skip
 
     def _compress(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
@@ -99,7 +101,7 @@ class SparseExchange(CompressedExchange):
         self._find_threshold(numbers)
         self._pass(numbers)
         self._refine()
-        if self.trust is not None:
+        if payload.norms.numel() > 0:
             self.ops.norms.reduce_norms(self.bucket.segments, self.partials, payload.norms[0].view(2, -1))
         if failed is not None:
             payload.header[0, 2] |= failed * FAILED.value
@@ -148,6 +150,10 @@ class SparseExchange(CompressedExchange):
         if not self.dense_step:
             self.sizing.note(self.buffers.payloads.header)
 
+    def _arrived(self) -> Payload:
+        """What is applied, with the norms of all ranks."""
+        return self.buffers.payloads
+
     def _read_sent(self) -> None:
         verdict = self.shared.verdict
         self.ops.headers.read_headers(
@@ -156,9 +162,11 @@ class SparseExchange(CompressedExchange):
 
     def _apply_sent(self, hyper: Hyper) -> None:
         segments, inverse = self.bucket.segments, 1.0 / self.group.world_size
-        payload = self.buffers.payloads
-        # Who had a gradient matters before the update; mostly nobody asks, and the update reads the headers itself.
-        asks = self.trust is not None or self.bucket.operands.lacking or self.decays_apart
+        payload = self._arrived()
+        # Who had a gradient matters before the update; mostly nobody asks, and the update reads the headers itself,
+        # unless payloads were merged.
+        merged = self.peers < self.group.world_size
+        asks = merged or self.trust is not None or self.bucket.operands.lacking or self.decays_apart
         if asks:
             if self.shared.verdict is None:
                 self.read()

@@ -26,6 +26,10 @@ A dense buffer is summed, not gathered:
                                            of its square, from which differing steps are seen
     norms     f32   2 * segments or 0      as above; only rank 0 fills in the parameters' half
 
+With TopK's collective="tree" payloads are swapped in pairs, each with a trailer (and norms) behind it: two payloads
+become one, and their trailers are summed as in a dense buffer. There the step is increased by the header's first word,
+so that the sums tell encodings too; headers of merged payloads are not read.
+
 RandomK's is one too, with k values in place of all: those drawn, in the order of their strata (kernels/draws.py).
 """
 
@@ -88,10 +92,20 @@ def dense_numel(segments: int, numel: int, with_norms: bool) -> int:
     return numel + segments + TRAILER_WORDS + (2 * segments if with_norms else 0)
 
 
-def dense_is_cheaper(payload_bytes: int, raw_bytes: int, world_size: int) -> bool:
-    """Would the gathered payloads of all ranks move at least what a ring all-reduce of the raw bucket moves?
+def payloads_received(collective: str, world_size: int) -> int:
+    """How many payloads a rank receives at most."""
+    if collective == "gather":
+        return world_size - 1
+    rounds = world_size.bit_length() - 1
+    return rounds if world_size == 1 << rounds else rounds + 2  # "tree": folded in, and told the outcome
+
+
+def dense_is_cheaper(payload_bytes: int, raw_bytes: int, world_size: int, collective: str = "gather") -> bool:
+    """Would the payloads that a rank receives be at least what a ring all-reduce of the raw bucket moves?
 
     Per rank the gather receives (W - 1) payload, the all-reduce 2 (W - 1) / W raw. A payload larger than raw is never
     sent, whatever W.
     """
-    return payload_bytes * world_size >= 2 * raw_bytes or payload_bytes >= raw_bytes
+    received = payloads_received(collective, world_size) * payload_bytes
+    as_much = world_size > 1 and received * world_size >= 2 * (world_size - 1) * raw_bytes
+    return as_much or payload_bytes >= raw_bytes

@@ -117,6 +117,9 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "decay_params": ([{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "buffer": None}],),
     "take_drawn": (without("velocity"), without("parity"), [{"unbiased": True}, {"unbiased": False}], HALF),
     "put_drawn": (ELEMENTS,),
+    "sum_payloads": (WIRE,),
+    "keep_rest": (without("parity"),),
+    "mask_winners": (without("parity"),),
     "update_dense": (DENSE_MOMENTUM, DECAY, without("trust"), ELEMENTS),
     "block_norms": (ELEMENTS,),
     "reduce_norms": (),
@@ -163,7 +166,8 @@ def arguments(
 
     state = torch.empty(segments.padded_numel, dtype=torch.bfloat16 if half_states else torch.float32)
     scopes = len(segments.scope_numels)
-    rows = (sizes.world,) if launcher == "apply_payloads" else ()  # the payloads of all ranks, or one's own
+    of_all = launcher in ("apply_payloads", "sum_payloads", "keep_rest")
+    rows = (sizes.world,) if of_all else ()  # the payloads of all ranks, or one's own
     words = HEADER_WORDS + -(-count // 32)
     payload_indices = inside(*rows, sizes.k, dtype=torch.int16, device=sizes.device)
     return {
@@ -211,6 +215,11 @@ def arguments(
         "values": inside(*rows, sizes.k, dtype=wire, device=sizes.device),
         "indices": payload_indices if rows else i64(sizes.capacity, device=sizes.device),
         "out_indices": payload_indices,
+        **dict.fromkeys(("winner_starts", "sent_starts"), inside(pages + 1, dtype=torch.int32)),
+        **dict.fromkeys(("winner_indices", "sent_indices"), payload_indices),
+        "vector": torch.empty(segments.padded_numel),
+        "place": 1,
+        "places": 4,
         "header": inside(words, dtype=torch.int32),
         "headers": inside(sizes.world, words, dtype=torch.int32),
         "sent": torch.empty(segments.numel),
