@@ -101,7 +101,7 @@ def test_plain_data_only() -> None:
     group = through_a_file(optimizer.state_dict())["param_groups"][0]
     assert group["compressor"] == {
         "name": "TopK", "density": 0.01, "warmup_steps": 0, "selection": "exact", "scope": "bucket",
-        "wire_dtype": "torch.float32", "warmup_densities": None,
+        "wire_dtype": "torch.float32", "warmup_densities": None, "collective": "gather",
     }  # fmt: skip
     assert group["fusedcomp"] == {"version": 1, "rank": 0, "world_size": 1, "step": 0, "skipped": 0}
 

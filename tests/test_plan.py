@@ -13,6 +13,7 @@ import torch
 from fusedcomp.__main__ import main
 from fusedcomp.plan import Cluster, Method, Planner, command, load
 from fusedcomp.plan.calibration import PATH, parse
+from fusedcomp.plan.cost import payload_nbytes, tree_crossings
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "bench"))  # after tests/, whose modules keep their names
@@ -181,6 +182,54 @@ def test_several_gpus_per_node_share_its_link() -> None:
 def test_what_cannot_be_predicted_is_refused(build, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         build()
+
+
+# ---- collectives ---------------------------------------------------------------------------------------------------
+
+TREE = replace(TOPK, collective="tree")
+
+
+def test_the_table_of_collectives_is_what_its_code_prints(capsys) -> None:
+    page = (ROOT / "docs" / "algorithms" / "sparse-collectives.md").read_text()
+    table = page.partition("<!-- begin collectives -->")[2].partition("<!-- end collectives -->")[0].strip()
+    code = page.partition("<!-- end collectives -->")[2].partition("```python\n")[2].partition("```")[0]
+    exec(code, {})
+    assert capsys.readouterr().out.strip() == table
+
+
+def test_a_tree_takes_a_hop_and_a_payload_a_round() -> None:
+    """At a slow link without latency the rest is small: 3 payloads of 8 ranks, not 7; with latency alone 3 hops."""
+    plan = planner(compute_ms=20.0)
+    slow, far = Cluster(8, 1, GBIT / 1e3, 0.0, measured=True), Cluster(8, 1, 1e4 * GBIT)
+    sparse = [b for b in plan.workload.buckets if b.sparse]
+    rows = [payload_nbytes(b, TREE) + 4 * (b.segments + 6) for b in sparse]
+    dense = 4 * sum(b.numel + b.segments + 6 for b in plan.workload.buckets if not b.sparse)
+    found = plan.predict(TREE, slow)
+    assert found.nbytes == 3 * sum(rows) + dense
+    crossed = 3 * sum(rows) + 2 * 7 / 8 * dense
+    # Forward and the last bucket's share of backward come before; less than a step in all.
+    assert 0.0 < found.step_ms - 1e3 * crossed / slow.bandwidth_bytes_per_s < 25.0
+    steps = [plan.predict(TREE, replace(far, latency_s=s)).step_ms for s in (0.1, 0.2)]
+    assert steps[1] - steps[0] == pytest.approx(1e3 * 0.1 * (len(rows) * 3 + 6))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "crossings"),
+    [(2, 1, (1, 1)), (8, 1, (3, 3)), (3, 1, (3, 3)), (4, 8, (16, 2)), (2, 3, (6, 4)), (1, 8, (0, 0))],
+)
+def test_what_of_a_tree_leaves_a_node(nodes: int, gpus: int, crossings: tuple[int, int]) -> None:
+    """The first rounds stay inside a node of a power of two. 2 nodes of 3: ranks 4 and 5 fold into 0 and 1 and are told
+    by them, which is two payloads each; between, 2 and 3 and then 1 and 3 are partners."""
+    assert tree_crossings(nodes, gpus) == crossings
+
+
+def test_the_best_collective_is_named(capsys) -> None:
+    """Where the host hides both, a gather, which applies more; where the link is the limit, what moves least."""
+    few = said(capsys, "--model", "gpt2", "--nodes", "4", "--link", "100gbps")
+    assert 'collective="gather" is the one to use here' in few
+    many = said(capsys, "--model", "gpt2", "--nodes", "256", "--link", "1gbps")
+    assert 'collective="tree" is the one to use here' in many
+    assert "collective=" not in said(capsys, "--model", "gpt2", "--nodes", "1")
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------

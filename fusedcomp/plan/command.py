@@ -4,12 +4,13 @@ import argparse
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fusedcomp.plan.calibration import Workload, load
-from fusedcomp.plan.cost import DENSE, Cluster, Method, Planner, Prediction
+from fusedcomp.plan.cost import COLLECTIVES, DENSE, Cluster, Method, Planner, Prediction
 
 SUMMARY = "predict the step time of a model on a cluster, dense and compressed, and say which is faster"
 DENSITIES = (0.01, 0.001, 0.0001)
@@ -158,7 +159,8 @@ def report(planner: Planner, cluster: Cluster, density: float) -> str:
     ours = next(p for p in predictions if p.method == Method("topk", density))
     lines = [heading(planner, cluster), "", *_table(predictions), ""]
     lines += _gone_dense(predictions, cluster)
-    lines += [verdict(planner, cluster, ours), break_even(planner, cluster, ours.method), *_notes(planner, cluster)]
+    lines += [verdict(planner, cluster, ours), break_even(planner, cluster, ours.method)]
+    lines += [*collectives(planner, cluster, ours.method), *_notes(planner, cluster)]
     return "\n".join(lines)
 
 
@@ -241,6 +243,16 @@ def break_even(planner: Planner, cluster: Cluster, method: Method) -> str:
     there = Cluster(cluster.nodes, cluster.gpus_per_node, 1e10, cluster.latency_s, cluster.measured)
     faster = planner.predict(method, there).step_ms < planner.dense(there).step_ms
     return f"No break-even: {method.title if faster else 'dense'} is faster at every rate."
+
+
+def collectives(planner: Planner, cluster: Cluster, method: Method) -> list[str]:
+    """How payloads travel fastest, in a sentence; where it makes no difference, by a gather."""
+    if cluster.world_size == 1:
+        return []
+    found = [planner.predict(replace(method, collective=name), cluster) for name in COLLECTIVES]
+    best = min(found, key=lambda p: (round(p.step_ms, 1), p.method.collective != "gather"))
+    told = [f"{p.method.collective} {p.step_ms:.1f} ms{' (dense)' if p.dense_buckets else ''}" for p in found]
+    return [f'collective="{best.method.collective}" is the one to use here: {", ".join(told)}.']
 
 
 def _notes(planner: Planner, cluster: Cluster) -> list[str]:

@@ -13,11 +13,14 @@ crossing   bytes that cross a node's link in one direction, of a payload of n by
                all-gather  (W - 1) n                  (a ring)
                all-reduce  2 (W - 1) / W n            (a ring); with several GPUs a node between that and the least,
                                                       2 (N - 1) / N n, as NCCL was measured to choose
-hops       all-gather N - 1 (a ring), all-reduce 2 ceil(log2 N) (a tree, which NCCL may choose), per message
+               tree        n for every rank of a node whose partner of a round is elsewhere, round by round
+hops       all-gather N - 1 (a ring), all-reduce 2 ceil(log2 N) (a tree, which NCCL may choose), per message; of a tree
+           the rounds in which any partner is elsewhere. What merging takes on the GPU was not measured and is left out
 
 All GPUs are as fast as each other, the network is shared with nobody, a link carries its rate in both directions.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -25,7 +28,8 @@ import torch
 
 from fusedcomp.plan.calibration import Bucket, Calibration, Workload
 from fusedcomp.sizing import count_at
-from fusedcomp.wire import PayloadLayout, dense_is_cheaper, dense_numel
+from fusedcomp.tree import Tree
+from fusedcomp.wire import PayloadLayout, dense_is_cheaper, dense_numel, payloads_received
 
 FORWARD = 1 / 3  # of a step without communication
 _RATES = (1e6 / 8, 1e13 / 8)  # bytes/s between which a break-even is looked for
@@ -72,16 +76,19 @@ class Method:
     name: str
     density: float = 1.0
     wire_dtype: torch.dtype = torch.float32
+    collective: str = "gather"  # as TopK's
 
     @property
     def title(self) -> str:
         """In words."""
         if self.name == "topk":
-            return f"TopK({self.density:g}), {'fp32' if self.wire_dtype == torch.float32 else 'bf16'} wire"
+            how = "" if self.collective == "gather" else f", {self.collective}"
+            return f"TopK({self.density:g}), {'fp32' if self.wire_dtype == torch.float32 else 'bf16'} wire{how}"
         return {"ddp": "DDP, fp32", "ddp_bf16": "DDP, bf16 hook", "powersgd1": "DDP, PowerSGD hook, rank 1"}[self.name]
 
 
 DENSE = (Method("ddp"), Method("ddp_bf16"))
+COLLECTIVES = ("gather", "tree")  # TopK's
 
 
 @dataclass(frozen=True)
@@ -120,8 +127,8 @@ class Prediction:
 class _Message:
     """One exchange of a bucket."""
 
-    nbytes: int  # that a rank hands to the collectives
-    gathered: bool
+    nbytes: int  # that a rank hands to the collectives at a time
+    kind: str  # "all-reduce", or TopK's collective
     ready: float  # share of all gradients that are there when it starts
     collectives: int = 1
 
@@ -175,7 +182,7 @@ class Planner:
             exposed_ms=exposed,
             optimizer_ms=optimizer,
             host_ms=host,
-            nbytes=sum(message.nbytes for message in messages) if world > 1 else 0,
+            nbytes=sum(message.nbytes * _times(message.kind, world) for message in messages) if world > 1 else 0,
             dense_buckets=dense_buckets,
         )
 
@@ -219,22 +226,24 @@ class Planner:
             return self._compressed(method, world)
         buckets, size = self.workload.ddp_buckets, 2 if method.name == "ddp_bf16" else 4
         if method.name != "powersgd1":
-            return [_Message(size * b.numel, False, b.ready) for b in buckets], 0, 0
+            return [_Message(size * b.numel, "all-reduce", b.ready) for b in buckets], 0, 0
         if any(b.powersgd_numel is None for b in buckets):
             raise ValueError(f"what PowerSGD sends depends on the tensors, unknown of {self.workload.name}")
-        return [_Message(4 * (b.powersgd_numel or 0), False, b.ready, collectives=3) for b in buckets], 0, 0
+        return [_Message(4 * (b.powersgd_numel or 0), "all-reduce", b.ready, collectives=3) for b in buckets], 0, 0
 
     def _compressed(self, method: Method, world: int) -> tuple[list[_Message], int, int]:
         messages, entries, dense = [], 0, 0
         for bucket in self.workload.buckets:
-            nbytes, gathered = 4 * dense_numel(bucket.segments, bucket.numel, with_norms=False), False
+            nbytes, kind = 4 * dense_numel(bucket.segments, bucket.numel, with_norms=False), "all-reduce"
             if bucket.sparse:
                 payload = payload_nbytes(bucket, method)
-                gathered = not dense_is_cheaper(payload, 4 * bucket.numel, world)
-                nbytes = payload if gathered else nbytes
-                entries += count_at(method.density, bucket.numel) if gathered else 0
-                dense += not gathered
-            messages.append(_Message(nbytes, gathered, bucket.ready))
+                if dense_is_cheaper(payload, 4 * bucket.numel, world, method.collective):
+                    dense += 1
+                else:
+                    kind, nbytes = method.collective, payload
+                    nbytes += 0 if kind == "gather" else 4 * dense_numel(bucket.segments, 0, with_norms=False)
+                    entries += count_at(method.density, bucket.numel)
+            messages.append(_Message(nbytes, kind, bucket.ready))
         return messages, entries, dense
 
     # ---- milliseconds ------------------------------------------------------------------------------------------
@@ -243,20 +252,47 @@ class Planner:
         world, nodes, known = cluster.world_size, cluster.nodes, self.calibration
         ring, least = 2 * (world - 1) / world, 2 * (nodes - 1) / nodes
         reduced = ring if nodes == 1 else known.ring_share * ring + (1 - known.ring_share) * least
-        crossing = message.nbytes * (world - 1 if message.gathered else reduced)
+        crossing, hops = message.nbytes * reduced, 2 * math.ceil(math.log2(nodes))
+        if message.kind == "gather":
+            crossing, hops = message.nbytes * (world - 1), nodes - 1
+        elif message.kind == "tree":
+            crossings, hops = tree_crossings(nodes, cluster.gpus_per_node)
+            crossing = message.nbytes * (crossings if nodes > 1 else payloads_received("tree", world))
         if nodes == 1:
             return 1e3 * crossing / known.nvlink_bytes_per_s
         rate = cluster.bandwidth_bytes_per_s * (1.0 if cluster.measured else known.efficiency)
         latency = known.latency_s if cluster.latency_s is None else cluster.latency_s
-        hops = nodes - 1 if message.gathered else 2 * math.ceil(math.log2(nodes))
         return 1e3 * (message.collectives * hops * latency + crossing / rate)
 
     def _optimizer_ms(self, method: Method, entries: int, world: int) -> float:
         if method.name != "topk":
             return 0.0
         numel = self.workload.numel
-        ours = self.card.compress_ms(numel, entries) + self.card.apply_ms(entries * world)
+        applied = entries * (world if method.collective == "gather" else 1)
+        ours = self.card.compress_ms(numel, entries) + self.card.apply_ms(applied)
         return ours - self.card.fused_sgd_ms(numel)
+
+
+def _times(kind: str, world: int) -> int:
+    """How often a message is handed to the collectives by the rank that does so most often."""
+    return payloads_received(kind, world) if kind == "tree" else 1
+
+
+@functools.cache
+def tree_crossings(nodes: int, gpus_per_node: int) -> tuple[int, int]:
+    """Payloads that leave the busiest node, and rounds in which any does; ranks are numbered node by node."""
+    world = nodes * gpus_per_node
+    leaving: dict[int, dict[int, int]] = {}
+    for rank in range(world):
+        node, tree = rank // gpus_per_node, Tree.of(rank, world)
+        peers = {part.number: part.peer for part in tree.rounds}
+        if tree.tells is not None:
+            peers[world.bit_length()] = tree.tells  # the last of all
+        for number, peer in peers.items():
+            if peer // gpus_per_node != node:
+                by_node = leaving.setdefault(number, {})
+                by_node[node] = by_node.get(node, 0) + 1
+    return sum(max(by_node.values()) for by_node in leaving.values()), len(leaving)
 
 
 def payload_nbytes(bucket: Bucket, method: Method) -> int:
