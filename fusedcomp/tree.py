@@ -14,12 +14,10 @@ from torch import Tensor
 
 from fusedcomp.buffers import Summed
 from fusedcomp.kernels.headers import ENCODING, NON_FINITE
-from fusedcomp.kernels.refine import PACK
+from fusedcomp.merging import Merger, make_vector
 from fusedcomp.sizing import Selection
 from fusedcomp.sparse import SparseExchange, layout_of
 from fusedcomp.wire import Payload, PayloadLayout, dense_numel
-
-_FROM_ZERO = 55  # bits of a digit when candidates begin at key 0: 256 digits are all exponents (kernels/digits.py)
 
 
 class Round(NamedTuple):
@@ -73,10 +71,7 @@ class _Merges:
     pairs: list[Payload]  # of every round both payloads, the lower rank's first
     rows: list[_Row]  # this rank's of every round, then the outcome
     theirs: list[_Row]
-    keys: Tensor  # i64 (2 k,)
-    indices: Tensor  # i64 (2 k,)
-    near: Tensor  # i64 (2 k,)
-    packed: Tensor  # i64 (1 + 2 programs of pack_payload,)
+    merger: Merger
 
 
 class TreeExchange(SparseExchange):
@@ -88,13 +83,8 @@ class TreeExchange(SparseExchange):
         self.peers = 1
         # Velocities are masked where something is applied, which is known at the end.
         self.masked_at_last, self.masked = self.masked, None
-        segments, device = self.bucket.segments, self.bucket.device
-        if self.shared.vector is None or self.shared.vector.numel() < segments.padded_numel:
-            self.shared.vector = torch.zeros(segments.padded_numel, dtype=torch.float32, device=device)
-        self.merged_least = torch.zeros_like(self.thresholds)
-        self.merged_widths = torch.full_like(self.widths, _FROM_ZERO)
-        self.merged_offsets = torch.zeros_like(self.offsets)
-        self.merged_seed, self.merged_flag = torch.zeros_like(self.seed), torch.zeros_like(self.flag)
+        make_vector(self.shared, self.bucket.segments.padded_numel, self.bucket.device)
+        self.told_seed, self.told_flag = torch.zeros_like(self.seed), torch.zeros_like(self.flag)
         self.merges: _Merges
         self.swapping: list[Any] = []
 
@@ -123,17 +113,13 @@ class TreeExchange(SparseExchange):
             )
             return _Row(whole, layout.views(whole[: layout.nbytes].view(1, -1)), summed)
 
-        def zeros(numel: int) -> Tensor:
-            return torch.zeros(numel, dtype=torch.int64, device=device)
-
-        room = 2 * selection.k
         return _Merges(
             ENCODING[layout.wire_dtype] + ((selection.k & 0x7FFF) << 16),
             [layout.views(buffer[2 * n : 2 * n + 2]) for n in range(len(rounds))],
             [*(row(2 * n + part.side) for n, part in enumerate(rounds)), row(2 * len(rounds))],
             [row(2 * n + 1 - part.side) for n, part in enumerate(rounds)],
-            zeros(room), zeros(room), zeros(room), zeros(1 + 2 * -(-room // PACK)),
-        )  # fmt: skip
+            Merger(self, self.bucket.segments, selection.ks, 2 * selection.k),
+        )
 
     # ---- launch --------------------------------------------------------------------------------------------------
 
@@ -150,10 +136,10 @@ class TreeExchange(SparseExchange):
     def _tell(self, failed: bool) -> None:
         """Fill in the trailer, once the payload is packed."""
         row = self.merges.rows[0]
-        self.merged_flag.copy_(row.payload.header[0, 2:3])
-        torch.add(self.seed, self.merges.sign, out=self.merged_seed)
+        self.told_flag.copy_(row.payload.header[0, 2:3])
+        torch.add(self.seed, self.merges.sign, out=self.told_seed)
         self.ops.headers.write_trailer(
-            self.bucket.operands, self.merged_flag, self.merged_seed, row.summed.trailer, failed=failed
+            self.bucket.operands, self.told_flag, self.told_seed, row.summed.trailer, failed=failed
         )
         if not failed:
             self._sum_norms(row.summed)
@@ -178,7 +164,10 @@ class TreeExchange(SparseExchange):
         merges = self.merges
         for number, part in enumerate(self.tree.rounds):
             self._wait_for_swap()
-            self._merge(part, merges.pairs[number], merges.rows[number + 1].payload)
+            merges.merger.merge(
+                merges.pairs[number], merges.rows[number + 1].payload, part.number, self._residuals, part.place,
+                part.places,
+            )  # fmt: skip
             own, theirs = merges.rows[number].summed.whole, merges.theirs[number].summed.whole
             torch.add(own, theirs, out=merges.rows[number + 1].summed.whole)
             self._swap(number + 1)
@@ -189,40 +178,13 @@ class TreeExchange(SparseExchange):
             self.swapping = self.group.swap(None, last.whole, self.tree.told_by)
         self._wait_for_swap()
         if self.masked_at_last is not None:
-            own_payload = self.buffers.payload
-            self.ops.merge.mask_winners(
-                self.bucket.segments, last.payload.starts[0], last.payload.indices[0], own_payload.starts[0],
-                own_payload.indices[0], self.shared.parity, self._vector(), self.masked_at_last,
-            )  # fmt: skip
+            merges.merger.mask(self.bucket.segments, last.payload, self.buffers.payload, self.masked_at_last)
         # A sum of finite values that is infinite wins every merge after it.
         last.summed.trailer[len(self.present)] += last.payload.header[0, 2] & NON_FINITE.value
 
-    def _vector(self) -> Tensor:
-        vector = self.shared.vector
-        assert vector is not None
-        return vector[: self.bucket.segments.padded_numel]
-
-    def _merge(self, part: Round, pair: Payload, out: Payload) -> None:
-        """The k largest of the sum of two payloads, the same on all ranks that merge them; the rest is kept by one."""
-        segments, merges, refine, vector = self.bucket.segments, self.merges, self.ops.refine, self._vector()
-        torch.add(self.seed, part.number, out=self.merged_seed)
-        self.merged_least.zero_()
-        self.ops.merge.sum_payloads(segments, pair.starts, pair.indices, pair.values, vector, self.counts, self.marks)
-        refine.list_candidates(segments, self.counts, self.marks, self.scanned, self.merged_offsets, merges.indices)
-        refine.select_candidates(
-            segments, self.merged_offsets, merges.indices, vector, self.merged_seed, None, self.buffers.ranks,
-            self.merged_widths, self.histograms, self.bounds, merges.near, self.near_counts, self.tickets,
-            self.merged_least, merges.keys, self.merged_flag,
-        )  # fmt: skip
-        refine.pack_payload(
-            segments, self.bucket.operands, merges.keys, merges.indices, self.merged_offsets, self.merged_least, None,
-            vector, self.merged_flag, self.merged_seed, None, merges.packed,
-            out.starts[0], out.indices[0], out.values[0], out.header[0],
-        )  # fmt: skip
-        self.ops.merge.keep_rest(
-            segments, pair.starts, pair.indices, self.shared.parity, vector, self.residual, place=part.place,
-            places=part.places,
-        )  # fmt: skip
+    @property
+    def _residuals(self) -> Tensor:
+        return self.residual.view(-1, self.bucket.segments.padded_numel)
 
     # ---- step ----------------------------------------------------------------------------------------------------
 

@@ -142,9 +142,9 @@ def keep_rest(
     segments: Segments,
     starts: Tensor,  # i32 (rows, pages + 1)
     indices: Tensor,  # i16 (rows, k)
-    parity: Tensor | None,  # i32 (1,): the residual is two halves, of which the pass has written the other
+    parity: Tensor | None,  # i32 (1,): there are two halves, of which the pass has written the other
     vector: Tensor,  # in-out: f32 (padded,): what is left of the sums; zeros after
-    residual: Tensor,  # in-out: f32 (padded,)
+    residuals: Tensor,  # in-out: f32 (halves, padded), rows may be strided
     *,
     place: int,
     places: int,
@@ -153,9 +153,9 @@ def keep_rest(
     launch(
         _keep_rest_kernel, segments.num_pages, vector,
         starts, indices, parity,
-        vector, residual,
+        vector, residuals,
         indices.shape[0], indices.shape[1], starts.stride(0), indices.stride(0), place, places, segments.num_blocks,
-        segments.padded_numel,
+        residuals.stride(0),
         HAS_PARITY=parity is not None, PAGE=PAGE, CHUNK=_CHUNK, BLOCK=BLOCK, shape="page",
     )  # fmt: skip
 

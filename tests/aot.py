@@ -218,6 +218,7 @@ def arguments(
         **dict.fromkeys(("winner_starts", "sent_starts"), inside(pages + 1, dtype=torch.int32)),
         **dict.fromkeys(("winner_indices", "sent_indices"), payload_indices),
         "vector": torch.empty(segments.padded_numel),
+        "residuals": torch.empty(2, segments.padded_numel),
         "place": 1,
         "places": 4,
         "header": inside(words, dtype=torch.int32),

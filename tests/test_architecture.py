@@ -20,7 +20,7 @@ LAYERS = (
     {"kernels"},
     {"_dispatch", "wire", "buckets", "values", "amp"},
     {"compressors", "memories", "collectives", "rules", "sizing", "bandit"},
-    {"checks", "checkpoint", "buffers", "exchange", "pipeline", "sparse", "randomk", "tree", "levels"},
+    {"checks", "checkpoint", "buffers", "exchange", "pipeline", "sparse", "randomk", "merging", "tree", "levels"},
     {
         "metrics",
         "exchanges",

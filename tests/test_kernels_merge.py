@@ -84,7 +84,8 @@ def test_the_rest_is_kept_by_one(place: int, places: int, parity: int | None) ->
     for modules in BOTH:
         vector, residual = rest.clone(), halved(case.residual.clone(), None if parity is None else 1 - parity)
         modules["merge"].keep_rest(
-            segments, starts, indices, None if parity is None else i32(parity), vector, residual, place=place,
+            segments, starts, indices, None if parity is None else i32(parity), vector,
+            residual.view(-1, segments.padded_numel), place=place,
             places=places,
         )  # fmt: skip
         assert not vector.any()
@@ -135,7 +136,7 @@ def test_hostile_payloads_stay_inside() -> None:
         )  # fmt: skip
         summed = box.clone()
         modules["merge"].keep_rest(
-            case.segments, starts, indices, None, box[:padded], residual[:padded], place=0, places=1
+            case.segments, starts, indices, None, box[:padded], residual[None, :padded], place=0, places=1
         )
         results.append({"vector": summed, "residual": residual, "counts": counts, "marks": marks})
         assert not box.any()
@@ -175,7 +176,7 @@ def test_merging(per_tensor: bool) -> None:
             out["flag"], mine.seed, None, out["packed"], out["starts"], out["out_indices"], out["values"],
             out["header"],
         )  # fmt: skip
-        modules["merge"].keep_rest(segments, starts, indices, None, vector, mine.residual, place=0, places=1)
+        modules["merge"].keep_rest(segments, starts, indices, None, vector, mine.residual[None], place=0, places=1)
         sent = dense(case, out["starts"], out["out_indices"], out["values"])
         assert torch.equal(sent + mine.residual.double(), total.double())
         assert not (sent * mine.residual).any()

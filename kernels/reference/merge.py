@@ -44,12 +44,12 @@ def keep_rest(
     indices: Tensor,
     parity: Tensor | None,
     vector: Tensor,
-    residual: Tensor,
+    residuals: Tensor,
     *,
     place: int,
     places: int,
 ) -> None:
-    residual = half_of(residual, parity, 1)
+    residual = residuals[0 if parity is None else int(parity) ^ 1]
     for row in range(indices.shape[0]):
         _, index = _entries(segments, starts[row], indices[row])
         mine = index[(index % places == place) & (vector[index] != 0.0)]
