@@ -16,6 +16,8 @@ from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 # The selection key has 32 bits for the index inside a bucket.
 _MOST_ELEMENTS = 1 << 32
 
+RANK_WEIGHTS = "rank_weights"  # a state: f32, what |residual| is multiplied with to rank it
+
 
 class Treatment(NamedTuple):
     """What happens to a parameter; parameters of different treatment never share a bucket."""

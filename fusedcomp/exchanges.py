@@ -39,6 +39,7 @@ class Plan:
     levels: Levels | None = None
     always_sparse: bool = False
     compressed: int = 0  # elements of all of the front's sparse buckets
+    ranked: bool = False  # do entries have weights?
 
     def exchange(self, bucket: Bucket, shared: Shared, seed: Tensor, sums: Tensor | None) -> Exchange:
         """The exchange of a bucket. ``sums``: room for the sums over ranks of 16-bit parameters."""
@@ -55,7 +56,7 @@ class Plan:
             merges = isinstance(self.compressor, TopK) and self.compressor.collective == "tree"
             return (TreeExchange if merges else SparseExchange)(
                 bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype,
-                self.always_sparse, sums, self.compressed,
+                self.always_sparse, sums, self.compressed, self.ranked,
             )  # fmt: skip
 
         if self.levels is None or self.levels.intra.world_size == 1:

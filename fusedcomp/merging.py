@@ -75,7 +75,7 @@ class Merger:
         )  # fmt: skip
         refine.list_candidates(segments, self.counts, self.marks, self.scanned, self.offsets, self.indices)
         refine.select_candidates(
-            segments, self.offsets, self.indices, vector, self.seed, None, self.ranks, self.widths,
+            segments, self.offsets, self.indices, vector, exchange.weights, self.seed, None, self.ranks, self.widths,
             exchange.histograms, exchange.bounds, self.near, exchange.near_counts, exchange.tickets, self.least,
             self.keys, self.flag,
         )  # fmt: skip

@@ -119,6 +119,7 @@ class CompressedExchange(Exchange):
         if with_momentum and not corrects:
             bucket.add_state("momentum_buffer")
         self.masked = self.velocity if isinstance(memory, MomentumCorrection) and memory.masking else None
+        self.weights: Tensor | None = None  # of entries, where they are not ranked by |residual| alone
         # What a candidate must reach, per scope; how many a block has, and which.
         self.thresholds = torch.zeros(len(segments.scope_numels), dtype=torch.int64, device=device)
         self.counts = torch.zeros(segments.num_blocks, dtype=torch.int32, device=device)
@@ -196,9 +197,9 @@ class CompressedExchange(Exchange):
     def _pass(self, numbers: dict[str, Any]) -> None:
         segments, operands = self.bucket.segments, self.bucket.operands
         self.ops.compress.compress(
-            segments, operands, self.velocity, self.residual, self.thresholds, self.trust, self.scales, self.seed,
-            self.shared.parity, self.velocity, self.residual, self.counts, self.marks, self.partials, self.flag,
-            **numbers,
+            segments, operands, self.velocity, self.residual, self.weights, self.thresholds, self.trust, self.scales,
+            self.seed, self.shared.parity, self.velocity, self.residual, self.counts, self.marks, self.partials,
+            self.flag, **numbers,
         )  # fmt: skip
 
     def _compress_all(self, numbers: dict[str, Any], failed: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomp.buckets import Bucket
+from fusedcomp.buckets import RANK_WEIGHTS, Bucket
 from fusedcomp.buffers import PayloadBuffers, Reduced, sample_table
 from fusedcomp.compressors import Threshold, TopK
 from fusedcomp.exchange import Hyper, Shared
@@ -43,10 +43,13 @@ class SparseExchange(CompressedExchange):
         always_sparse: bool,
         sums: Tensor | None,
         compressed: int,
+        ranked: bool,
     ) -> None:
         super().__init__(bucket, shared, seed, memory, with_momentum, state_dtype, sums)
         self.compressor, self.always_sparse = compressor, always_sparse
         self.peers = self.group.world_size  # whose payloads are received whole
+        if ranked:
+            self.weights = bucket.add_state(RANK_WEIGHTS).fill_(1.0)
         segments, device = bucket.segments, bucket.device
         scopes = len(segments.scope_numels)
 
@@ -114,7 +117,7 @@ class SparseExchange(CompressedExchange):
             return
         self.ops.sample.sample_threshold(
             self.bucket.segments, self.bucket.operands, self.samples, self.sample_groups, self.buffers.sample_ranks,
-            self.buffers.sample_aims, self.velocity, self.residual, self.trust, self.scales, self.seed,
+            self.buffers.sample_aims, self.velocity, self.residual, self.weights, self.trust, self.scales, self.seed,
             self.shared.parity, self.sample_keys, self.histograms, self.tickets, self.thresholds, self.widths,
             **numbers,
         )  # fmt: skip
@@ -123,8 +126,8 @@ class SparseExchange(CompressedExchange):
         segments, buffers, refine = self.bucket.segments, self.buffers, self.ops.refine
         refine.list_candidates(segments, self.counts, self.marks, self.scanned, self.offsets, buffers.indices)
         refine.select_candidates(
-            segments, self.offsets, buffers.indices, self.residual, self.seed, self.shared.parity, buffers.ranks,
-            self.widths,
+            segments, self.offsets, buffers.indices, self.residual, self.weights, self.seed, self.shared.parity,
+            buffers.ranks, self.widths,
             self.histograms, self.bounds, buffers.near, self.near_counts, self.tickets, self.thresholds, buffers.keys,
             self.flag,
         )  # fmt: skip
@@ -194,7 +197,8 @@ class SparseExchange(CompressedExchange):
             candidates = self.offsets[-1].clone()
             room = self.selection.k if isinstance(self.compressor, Threshold) else self.buffers.keys.numel()
             overflow = (candidates - room).clamp(min=0)
-            hashed = 48 if self.residual.itemsize == 2 else 32  # the key's bits below the magnitude (kernels/keys.py)
+            coarse = self.residual.itemsize == 2 and self.weights is None
+            hashed = 48 if coarse else 32  # the key's bits below the magnitude (kernels/keys.py)
             threshold = (self.thresholds >> hashed << hashed - 32).to(torch.int32).view(torch.float32)
         return {
             "nnz": nnz,

@@ -4,7 +4,7 @@
     gradient <- gradient + weight_decay * param
     gradient <- trust * gradient                  LARS
     velocity, residual <- ACCUMULATE(gradient, velocity, residual, momentum)
-    candidates: entries whose key (|residual|, tie hash) reaches the sampled threshold of their scope
+    candidates: entries whose key (weight * |residual|, tie hash) reaches the sampled threshold of their scope
 
 What leaves the pass besides the states: a bit per element that marks the candidates, per block their number and the
 sums of squares of gradient and parameter. A segment without a gradient is left as it is. What is not finite is marked,
@@ -63,14 +63,14 @@ def _leave(
 
 @triton.jit
 def _compress_kernel(
-    block_table_ptr, address_ptr, numel_ptr, start_ptr, velocity_in_ptr, residual_in_ptr,  # in
+    block_table_ptr, address_ptr, numel_ptr, start_ptr, velocity_in_ptr, residual_in_ptr, weight_ptr,  # in
     threshold_ptr, trust_ptr, scale_ptr, seed_ptr, parity_ptr,
     velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, marks_ptr, partials_ptr, flag_ptr,  # out
     grad_scale, weight_decay, momentum, num_segments, half_numel,
     ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_PARITY: tl.constexpr,
-    SEND_ALL: tl.constexpr, PER_TENSOR: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, SEND_ALL: tl.constexpr, PER_TENSOR: tl.constexpr, HALF: tl.constexpr,
+    ELEMENT: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -136,7 +136,9 @@ def _compress_kernel(
     else:
         store_state(residual_out_ptr + index, residual, None, HALF)
         least = tl.load(threshold_ptr + segment * PER_TENSOR)
-        chosen = reaches(residual, index, seed, least, offsets < extent, HALF)
+        if HAS_WEIGHTS:
+            residual = residual * tl.load(weight_ptr + index)
+        chosen = reaches(residual, index, seed, least, offsets < extent, HALF and not HAS_WEIGHTS)
         tl.store(counts_ptr + block, tl.sum(chosen.to(tl.int32)))
         # Rows of 32 elements lie with a few neighbouring threads: a sum over them needs no barrier.
         bit = (tl.full((32,), 1, tl.int32) << tl.arange(0, 32))[None, :]
@@ -149,6 +151,7 @@ def compress(
     operands: Operands,
     velocity_in: Tensor | None,  # f32 or bf16 (padded,)
     residual_in: Tensor,  # f32 or bf16 (padded,)
+    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1
     thresholds: Tensor | None,  # i64 (scopes,): least key of a candidate
     trust: Tensor | None,  # f32 (segments,)
     scales: Tensor | None,  # f32 (segments,): the gradient is multiplied by it first
@@ -168,7 +171,7 @@ def compress(
 ) -> None:
     """One pass: accumulate the gradient into velocity and residual and find the candidates."""
     _launch_pass(
-        segments, operands, velocity_in, residual_in, thresholds, trust, scales, seed, parity,
+        segments, operands, velocity_in, residual_in, weights, thresholds, trust, scales, seed, parity,
         velocity_out, residual_out, None, counts, marks, partials, flag,
         accumulate, grad_scale, weight_decay, momentum,
     )  # fmt: skip
@@ -196,14 +199,14 @@ def compress_all(
 ) -> None:
     """The same pass for a dense step: everything is sent, the residual becomes 0, the velocity is not masked."""
     _launch_pass(
-        segments, operands, velocity_in, residual_in, None, trust, scales, seed, parity,
+        segments, operands, velocity_in, residual_in, None, None, trust, scales, seed, parity,
         velocity_out, residual_out, sent, None, None, partials, flag,
         accumulate, grad_scale, weight_decay, momentum,
     )  # fmt: skip
 
 
 def _launch_pass(
-    segments: Segments, operands: Operands, velocity_in: Tensor | None, residual_in: Tensor,
+    segments: Segments, operands: Operands, velocity_in: Tensor | None, residual_in: Tensor, weights: Tensor | None,
     thresholds: Tensor | None, trust: Tensor | None, scales: Tensor | None, seed: Tensor, parity: Tensor | None,
     velocity_out: Tensor | None, residual_out: Tensor, sent: Tensor | None, counts: Tensor | None,
     marks: Tensor | None, partials: Tensor | None, flag: Tensor | None,
@@ -212,13 +215,13 @@ def _launch_pass(
     launch(
         _compress_kernel, segments.num_blocks, residual_in,
         segments.block_table, operands.addresses, segments.numel_table, segments.start_table, velocity_in, residual_in,
-        thresholds, trust, scales, seed, parity,
+        weights, thresholds, trust, scales, seed, parity,
         velocity_out, residual_out, sent, counts, marks, partials, flag,
         grad_scale, weight_decay, momentum, len(segments.numels), segments.padded_numel,
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_SCALE=grad_scale != 1.0,
         HAS_SCALES=scales is not None, HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None,
-        HAS_NORMS=partials is not None, HAS_PARITY=parity is not None, SEND_ALL=sent is not None,
-        PER_TENSOR=sent is None and segments.per_tensor, HALF=residual_in.itemsize == 2,
+        HAS_NORMS=partials is not None, HAS_PARITY=parity is not None, HAS_WEIGHTS=weights is not None,
+        SEND_ALL=sent is not None, PER_TENSOR=sent is None and segments.per_tensor, HALF=residual_in.itemsize == 2,
         ELEMENT=ELEMENT[operands.dtype], WORDS=WORDS, BLOCK=BLOCK,
     )  # fmt: skip
 

@@ -5,6 +5,8 @@ bits    62 .. 32             31 .. 0            states of 32 bits
 
         62 .. 48   47 .. 16  15 .. 0            states of 16 bits, whose magnitudes repeat: the hash decides often
         |residual| tie hash  0
+
+Where entries have weights their product with the residual, of 32 bits in any case, takes the residual's place.
 """
 
 import triton

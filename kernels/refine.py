@@ -96,11 +96,12 @@ def _share(part_ptr, offsets_ptr, capacity, part):
 
 @triton.jit
 def _count_candidates_kernel(
-    part_ptr, offsets_ptr, indices_ptr, residual_ptr, seed_ptr, parity_ptr, rank_ptr, threshold_ptr, width_ptr,  # in
+    part_ptr, offsets_ptr, indices_ptr, residual_ptr, weight_ptr, seed_ptr, parity_ptr, rank_ptr, threshold_ptr,  # in
+    width_ptr,
     histogram_ptr, ticket_ptr,  # scratch
     keys_ptr, bounds_ptr, flag_ptr,  # out
     capacity, half_numel,
-    HAS_PARITY: tl.constexpr, HALF: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_PARITY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HALF: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     scope, parts, _, begin, end = _share(part_ptr, offsets_ptr, capacity, part)
@@ -112,7 +113,10 @@ def _count_candidates_kernel(
     for chunk in range(begin, end, CHUNK):
         at = chunk + tl.arange(0, CHUNK)
         index = tl.load(indices_ptr + at, mask=at < end, other=0)
-        key = selection_key(load_state(residual_ptr + index, at < end, HALF), index, seed, HALF)
+        residual = load_state(residual_ptr + index, at < end, HALF)
+        if HAS_WEIGHTS:
+            residual = residual * tl.load(weight_ptr + index, mask=at < end, other=0)
+        key = selection_key(residual, index, seed, HALF and not HAS_WEIGHTS)
         tl.store(keys_ptr + at, key, mask=at < end)
         digit = tl.minimum((key - least) >> width, DIGIT_BINS - 1).to(tl.int32)
         counted += tl.histogram(digit, DIGIT_BINS, mask=at < end)
@@ -284,6 +288,7 @@ def select_candidates(
     offsets: Tensor,  # i64 (blocks + 1,)
     indices: Tensor,  # i64 (capacity,)
     residual: Tensor,  # f32 or bf16 (padded,)
+    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1
     seed: Tensor,  # i32 (1,)
     parity: Tensor | None,  # i32 (1,): the states are two halves, of which the pass has written the other
     ranks: Tensor,  # i64 (scopes,), >= 1
@@ -300,11 +305,12 @@ def select_candidates(
     """The ranks-th largest key of every scope: one look at all candidates, another at those of its bin."""
     launch(
         _count_candidates_kernel, segments.part_table.shape[0], keys,
-        segments.part_table, offsets, indices, residual, seed, parity, ranks, thresholds, widths,
+        segments.part_table, offsets, indices, residual, weights, seed, parity, ranks, thresholds, widths,
         histograms, tickets,
         keys, bounds, flag,
         keys.numel(), segments.padded_numel,
-        HAS_PARITY=parity is not None, HALF=residual.itemsize == 2, BINS=histograms.shape[1], CHUNK=1024, shape="item",
+        HAS_PARITY=parity is not None, HAS_WEIGHTS=weights is not None, HALF=residual.itemsize == 2,
+        BINS=histograms.shape[1], CHUNK=1024, shape="item",
     )  # fmt: skip
     launch(
         _select_candidates_kernel, segments.part_table.shape[0], keys,

@@ -27,13 +27,14 @@ LENIENCE = 4  # a threshold may let 1 / LENIENCE more samples through than asked
 @triton.jit
 def _sample_threshold_kernel(
     sample_ptr, group_ptr, rank_ptr, aim_ptr, address_ptr, numel_ptr, first_block_ptr, velocity_ptr, residual_ptr,  # in
-    trust_ptr, scale_ptr, seed_ptr, parity_ptr,
+    weight_ptr, trust_ptr, scale_ptr, seed_ptr, parity_ptr,
     keys_ptr, histogram_ptr, ticket_ptr,  # scratch
     threshold_ptr, width_ptr,  # out
     grad_scale, weight_decay, momentum, num_segments, half_numel,
     ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_DECAY: tl.constexpr,
-    HAS_TRUST: tl.constexpr, HAS_PARITY: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr, SAMPLES: tl.constexpr,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, LENIENCE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_TRUST: tl.constexpr, HAS_PARITY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HALF: tl.constexpr,
+    ELEMENT: tl.constexpr, SAMPLES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, LENIENCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample = program * SAMPLES + tl.arange(0, SAMPLES)
@@ -64,7 +65,9 @@ def _sample_threshold_kernel(
         velocity = load_state(velocity_ptr + index, mask, HALF)
     velocity, residual = ACCUMULATE(grad, velocity, residual, momentum)
     residual = stochastic(residual, rounding_noise(index, seed), HALF)
-    key = tl.where(mask, selection_key(residual, index, seed, HALF), -1)
+    if HAS_WEIGHTS:
+        residual = residual * tl.load(weight_ptr + index, mask=mask, other=0)
+    key = tl.where(mask, selection_key(residual, index, seed, HALF and not HAS_WEIGHTS), -1)
     tl.store(keys_ptr + sample, key)
     scope = tl.load(group_ptr + 3 * program)
     tl.atomic_add(histogram_ptr + scope * BINS + (key >> TOP_SHIFT), 1, mask=mask, sem="relaxed")
@@ -101,6 +104,7 @@ def sample_threshold(
     aims: Tensor,  # i64 (scopes,), >= 1: the rank that the k-th key would have among the samples
     velocity: Tensor | None,  # f32 or bf16 (padded,)
     residual: Tensor,  # f32 or bf16 (padded,)
+    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1
     trust: Tensor | None,  # f32 (segments,)
     scales: Tensor | None,  # f32 (segments,): the gradient is multiplied by it first
     seed: Tensor,  # i32 (1,)
@@ -120,12 +124,12 @@ def sample_threshold(
     launch(
         _sample_threshold_kernel, groups.shape[0], residual,
         samples, groups, ranks, aims, operands.addresses, segments.numel_table, segments.first_blocks, velocity,
-        residual, trust, scales, seed, parity,
+        residual, weights, trust, scales, seed, parity,
         keys, histograms, tickets,
         thresholds, widths,
         grad_scale, weight_decay, momentum, len(segments.numels), segments.padded_numel,
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity is not None, HAS_SCALES=scales is not None,
         HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None, HAS_PARITY=parity is not None,
-        HALF=residual.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], SAMPLES=SAMPLES, BINS=histograms.shape[1],
-        CHUNK=8192, LENIENCE=LENIENCE, BLOCK=BLOCK, shape="stretch",
+        HAS_WEIGHTS=weights is not None, HALF=residual.itemsize == 2, ELEMENT=ELEMENT[operands.dtype],
+        SAMPLES=SAMPLES, BINS=histograms.shape[1], CHUNK=8192, LENIENCE=LENIENCE, BLOCK=BLOCK, shape="stretch",
     )  # fmt: skip

@@ -89,6 +89,7 @@ ALL = {"grad_scale": -1.0, "per_tensor": True}
 NO_TRUST = {"trust": None, "partials": None}
 LEAST = NO_TRUST | {"scales": None, "parity": None}
 GUARDS = [ALL, {"scales": None, "parity": None}, NO_TRUST | {"scales": None}, NO_TRUST | {"parity": None}, LEAST]
+UNWEIGHTED = {"weights": None}
 HALF = [{"half_states": True}, {}]
 ELEMENTS = [{"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 WIRE = [{"wire": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
@@ -105,12 +106,12 @@ DENSE_MOMENTUM = [{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "
 # of types with the first (all there is) and the last (the least) of the others; for the other sizes, to which the
 # choices are indifferent, the first and the last of all.
 CASES: dict[str, tuple[list[Overrides], ...]] = {
-    "sample_threshold": (MEMORY, DECAY, [ALL, LEAST], TYPES),
-    "compress": (MEMORY, DECAY, GUARDS, TYPES),
+    "sample_threshold": (MEMORY, DECAY, [ALL, LEAST, LEAST | UNWEIGHTED], TYPES),
+    "compress": (MEMORY, DECAY, [ALL, LEAST, *(guard | UNWEIGHTED for guard in GUARDS[1:])], TYPES),
     "compress_all": (MEMORY, DECAY, [*GUARDS[:3], LEAST], TYPES),
     "settle": (MEMORY, DECAY, [ALL, LEAST], TYPES),
     "list_candidates": (),
-    "select_candidates": (without("parity"), HALF),
+    "select_candidates": (without("weights"), without("parity"), HALF),
     "pack_payload": (SCOPE, without("velocity"), HALF, WIRE),
     "apply_payloads": (VERDICT, WIRE, ELEMENTS),
     "pack_dense": (without("scales"), ELEMENTS),
@@ -176,6 +177,7 @@ def arguments(
         # states and tables
         **dict.fromkeys((*VELOCITIES, "residual", "residual_in", "residual_out"), state),
         "momentum_buffer": torch.empty(segments.padded_numel),
+        "weights": torch.empty(segments.padded_numel),
         "buffer": torch.empty(segments.padded_numel),
         "sums": None if dtype == torch.float32 else torch.empty(segments.padded_numel),
         "trust": torch.empty(count),

@@ -33,6 +33,7 @@ class Case:
     grads: list[Tensor | None]
     velocity: Tensor
     residual: Tensor
+    weights: Tensor
     trust: Tensor
     scales: Tensor
     seed: Tensor
@@ -44,6 +45,7 @@ class Case:
             [None if g is None else clone_at(g) for g in self.grads],
             self.velocity.clone(),
             self.residual.clone(),
+            self.weights.clone(),
             self.trust.clone(),
             self.scales.clone(),
             self.seed.clone(),
@@ -98,6 +100,7 @@ def build(
         broken = grads[-1]
         assert broken is not None
         broken[numels[-1] // 2] = float(values)
+    weights = torch.rand(segments.padded_numel, generator=generator).pow_(8.0).clamp_(min=1e-30)
     for segment in missing:
         grads[segment] = None
     return Case(
@@ -106,6 +109,7 @@ def build(
         [None if g is None else placed(g.to(dtype), (2 * shift) % 4, device) for g in grads],
         velocity.to(state_dtype).to(device),
         residual.to(state_dtype).to(device),
+        weights.to(device),
         torch.rand(len(numels), generator=generator).add_(0.5).to(device),
         torch.rand(len(numels), generator=generator).add_(0.25).to(device),
         torch.tensor([7], dtype=torch.int32, device=device),

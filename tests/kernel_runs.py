@@ -92,6 +92,7 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     velocity = halved(case.velocity, half) if options["accumulate"] in ("momentum", "nesterov") else None
     trust = case.trust if options.pop("with_trust", True) else None
     scales = case.scales if options.pop("with_scales", False) else None
+    weights = case.weights if options.pop("with_weights", False) else None
     masking, wire = options.pop("masking", True), options.pop("wire", torch.float32)
     ks = [max(1, round(n * fraction)) for n in segments.scope_numels]
     capacity, ranks = options.pop("capacity", segments.numel), i64(*ks)
@@ -103,12 +104,12 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     thresholds, widths = i64(*[-7] * len(ks)), torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
     modules["sample"].sample_threshold(
         segments, operands, samples, groups, sample_ranks, (sample_ranks // 3).clamp(min=1), velocity, residual,
-        trust, scales, case.seed, parity, out["sample_keys"], *shared, thresholds, widths, **options,
+        weights, trust, scales, case.seed, parity, out["sample_keys"], *shared, thresholds, widths, **options,
     )  # fmt: skip
     out["sampled_thresholds"] = thresholds.clone()
     modules["compress"].compress(
-        segments, operands, velocity, residual, thresholds, trust, scales, case.seed, parity, velocity, residual,
-        out["counts"], out["marks"], out["partials"], out["flag"], **options,
+        segments, operands, velocity, residual, weights, thresholds, trust, scales, case.seed, parity, velocity,
+        residual, out["counts"], out["marks"], out["partials"], out["flag"], **options,
     )  # fmt: skip
     out["residual_before_pack"] = written(residual, half).clone()
     modules["refine"].list_candidates(
@@ -117,8 +118,8 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     bounds, near = i64(*[(-7, -7, -7)] * len(ks)), torch.full_like(out["keys"], -7)
     near_counts = torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
     modules["refine"].select_candidates(
-        segments, out["offsets"], out["indices"], residual, case.seed, parity, ranks, widths, out["histograms"],
-        bounds, near, near_counts, out["tickets"], thresholds, out["keys"], out["flag"],
+        segments, out["offsets"], out["indices"], residual, weights, case.seed, parity, ranks, widths,
+        out["histograms"], bounds, near, near_counts, out["tickets"], thresholds, out["keys"], out["flag"],
     )  # fmt: skip
     out["flag_before_pack"] = out["flag"].clone()
     assert not near_counts.any()

@@ -85,7 +85,8 @@ def moved(row: Row) -> tuple[int, int]:
     element, state = BYTES[flag["ELEMENT"]], 2 if flag.get("HALF") else 4
     if row["kernel"] == "_compress_kernel":
         states = state * (1 + flag["HAS_VELOCITY"])
-        return element * (1 + (flag["HAS_DECAY"] or flag["HAS_NORMS"])) + states, states + 4 * flag["SEND_ALL"]
+        gradients = element * (1 + (flag["HAS_DECAY"] or flag["HAS_NORMS"]))
+        return gradients + states + 4 * flag["HAS_WEIGHTS"], states + 4 * flag["SEND_ALL"]
     if row["kernel"] == "_pack_dense_kernel":
         return element, 4
     if row["kernel"] == "_gradient_squares_kernel":

@@ -210,8 +210,8 @@ def test_offsets_past_2_31() -> None:
     seed = torch.zeros(1, dtype=torch.int32, device=device)
     least = torch.tensor([1 << 32], device=device)
     compress.compress(
-        segments, operands, None, residual, least, None, None, seed, None, None, residual, counts, marks, None, None,
-        accumulate="residual", grad_scale=1.0, weight_decay=0.0, momentum=0.0,
+        segments, operands, None, residual, None, least, None, None, seed, None, None, residual, counts, marks, None,
+        None, accumulate="residual", grad_scale=1.0, weight_decay=0.0, momentum=0.0,
     )  # fmt: skip
     assert int(counts.sum()) == int(counts[-1]) == 1
     assert int(marks.count_nonzero()) == 1

@@ -134,8 +134,8 @@ def test_separate_output_states() -> None:
         velocity, residual = torch.full_like(case.velocity, POISON), torch.full_like(case.residual, POISON)
         before = case.copy()
         modules["compress"].compress(
-            case.segments, case.operands(), case.velocity, case.residual, i64(1 << 62), case.trust, None, case.seed,
-            None, velocity, residual, out["counts"], out["marks"], out["partials"], None, **STEP,
+            case.segments, case.operands(), case.velocity, case.residual, None, i64(1 << 62), case.trust, None,
+            case.seed, None, velocity, residual, out["counts"], out["marks"], out["partials"], None, **STEP,
         )  # fmt: skip
         assert torch.equal(case.velocity, before.velocity)
         assert torch.equal(case.residual, before.residual)

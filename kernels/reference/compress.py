@@ -6,7 +6,7 @@ from torch import Tensor
 from fusedcomp.kernels.compress import LARGEST
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
 from fusedcomp.kernels.reference.elements import half_of, rounding_noise, stochastic
-from fusedcomp.kernels.reference.keys import selection_key
+from fusedcomp.kernels.reference.keys import rank_key
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments, memory_order
 
 
@@ -77,6 +77,7 @@ def compress(
     operands: Operands,
     velocity_in: Tensor | None,
     residual_in: Tensor,
+    weights: Tensor | None,
     thresholds: Tensor | None,
     trust: Tensor | None,
     scales: Tensor | None,
@@ -112,7 +113,7 @@ def compress(
         residual = stochastic(residual, noise, residual_out.itemsize == 2)
         residual_out[where] = residual
         if operands.grads[segment] is not None:
-            key = selection_key(residual, index, seed, residual_out.itemsize == 2)
+            key = rank_key(residual, index, seed, residual_out.itemsize == 2, weights)
             chosen[where] = key >= thresholds[segments.scope_of(segment)]
     _clear_padding(segments, velocity_out, residual_out)
     counts.copy_(chosen.view(-1, BLOCK).sum(1))

@@ -24,3 +24,10 @@ def magnitude_bits(values: Tensor) -> Tensor:
 def selection_key(values: Tensor, index: Tensor, seed: Tensor, half: bool) -> Tensor:
     shift = 16 if half else 0
     return (magnitude_bits(values).to(torch.int64) << 32) | (tie_hash(index, seed) << shift)
+
+
+def rank_key(values: Tensor, index: Tensor, seed: Tensor, half: bool, weights: Tensor | None) -> Tensor:
+    """The key that entries of a bucket are ranked by: of 32 bits where there are weights."""
+    if weights is None:
+        return selection_key(values, index, seed, half)
+    return selection_key(values * weights[index], index, seed, False)

@@ -6,7 +6,7 @@ from torch import Tensor
 from fusedcomp.kernels.headers import ENCODING
 from fusedcomp.kernels.reference.elements import half_of, narrow_clamped
 from fusedcomp.kernels.reference.headers import end_payload
-from fusedcomp.kernels.reference.keys import selection_key
+from fusedcomp.kernels.reference.keys import rank_key
 from fusedcomp.kernels.segments import BLOCK, PAGE, Operands, Segments
 
 
@@ -25,6 +25,7 @@ def select_candidates(
     offsets: Tensor,
     indices: Tensor,
     residual: Tensor,
+    weights: Tensor | None,
     seed: Tensor,
     parity: Tensor | None,
     ranks: Tensor,
@@ -41,7 +42,7 @@ def select_candidates(
     residual = half_of(residual, parity, 1)
     limits = offsets[segments.scope_blocks].clamp(max=keys.numel()).tolist()
     found = indices[: limits[-1]]
-    keys[: limits[-1]] = selection_key(residual[found].float(), found, seed, residual.itemsize == 2)
+    keys[: limits[-1]] = rank_key(residual[found].float(), found, seed, residual.itemsize == 2, weights)
     flag |= (~residual[found].isfinite()).any().to(torch.int32)
     for scope, rank in enumerate(ranks.tolist()):
         mine = keys[limits[scope] : limits[scope + 1]]

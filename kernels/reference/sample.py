@@ -6,7 +6,7 @@ from torch import Tensor
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
 from fusedcomp.kernels.reference.compress import prepared
 from fusedcomp.kernels.reference.elements import half_of, rounding_noise, stochastic
-from fusedcomp.kernels.reference.keys import mix32, selection_key
+from fusedcomp.kernels.reference.keys import mix32, rank_key
 from fusedcomp.kernels.sample import LENIENCE, SAMPLES
 from fusedcomp.kernels.segments import Operands, Segments, memory_order
 
@@ -22,6 +22,7 @@ def sample_threshold(
     aims: Tensor,
     velocity: Tensor | None,
     residual: Tensor,
+    weights: Tensor | None,
     trust: Tensor | None,
     scales: Tensor | None,
     seed: Tensor,
@@ -51,7 +52,7 @@ def sample_threshold(
         old = residual[index].float()
         _, new = ACCUMULATE[accumulate](g, old if velocity is None else velocity[index].float(), old, momentum)
         new = stochastic(new, rounding_noise(index, seed), residual.itemsize == 2)
-        keys[mine] = selection_key(new, index, seed, residual.itemsize == 2)
+        keys[mine] = rank_key(new, index, seed, residual.itemsize == 2, weights)
     for scope, first, last in set(map(tuple, groups.tolist())):
         sampled, rank = keys[first * SAMPLES : last * SAMPLES], int(ranks[scope])
         sampled = sampled[sampled >= 0]
