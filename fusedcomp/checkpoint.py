@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedcomp.buckets import RANK_WEIGHTS
 from fusedcomp.checks import TORCH_ONLY
 from fusedcomp.collectives import Group
 from fusedcomp.compressors import Identity, RandomK, Threshold, TopK
@@ -27,6 +28,7 @@ class Steps(NamedTuple):
 _MOST_STEPS = (1 << 31) - 1  # the device counts in 32 bits
 _REQUIRED = ("lr", "momentum", "weight_decay", "nesterov", "maximize")  # torch.optim.SGD's groups have them too
 _PER_ELEMENT = {"velocity", "residual", "momentum_buffer", "decay_buffer"}
+_OF_HOOK = _PER_ELEMENT | {RANK_WEIGHTS}
 _STATES = _PER_ELEMENT | {"grad_square_norm", "param_square_norm"}
 _RECORDS = {
     record.__name__: record for record in (TopK, Threshold, RandomK, Identity, MomentumCorrection, Residual, NoMemory)
@@ -140,10 +142,10 @@ def decode_hook(
             raise ValueError(f"the checkpoint has states of a parameter {name!r}, which this model lacks")
         for field, value in kept.items():
             right = isinstance(value, Tensor) and value.is_floating_point() and value.shape == params[name].shape
-            if field not in _PER_ELEMENT or not right:
+            if field not in _OF_HOOK or not right:
                 given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
-                    f"the checkpoint's {field} of parameter {name!r} must be one of {sorted(_PER_ELEMENT)}, floating, "
+                    f"the checkpoint's {field} of parameter {name!r} must be one of {sorted(_OF_HOOK)}, floating, "
                     f"of shape {tuple(params[name].shape)}, got {given}"
                 )
     own = _check_origin(origin, group, "state")

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from fusedcomp import checkpoint, checks
 from fusedcomp.amp import scale_of
-from fusedcomp.buckets import Bucket, Treatment, build_bucket, copy_states, is_large
+from fusedcomp.buckets import RANK_WEIGHTS, Bucket, Treatment, build_bucket, copy_states, is_large
 from fusedcomp.checkpoint import Steps
 from fusedcomp.compressors import SPARSIFIERS, Compressor
 from fusedcomp.ddp_parts import Entry, MomentumWatch, Part, named
@@ -35,6 +35,7 @@ from fusedcomp.exchange import Clip, Hyper, Shared, Verdict
 from fusedcomp.exchanges import Exchanges, Plan, status_on
 from fusedcomp.levels import resolve
 from fusedcomp.memories import Memory, MomentumCorrection, Residual
+from fusedcomp.ranking import Ranking
 from fusedcomp.values import plain
 
 GradBucket = Any  # torch.distributed.GradBucket, which stubs do not know
@@ -66,6 +67,9 @@ class CompressionState:
             all ranks. ``found_inf`` says so to the optimizer. Two halves of the states, as for ``SGD``.
         grad_scaler: the ``torch.amp.GradScaler`` in use: memory is then kept in units of the loss whatever the scale,
             and the step that it skips leaves memory alone (skip_nonfinite). Scaled gradients come out as they came in.
+        rank_by: the optimizer, of Adam's kind (``exp_avg_sq`` in its state of every parameter that is compressed), that
+            steps the model; needs ``TopK``. Entries are then ranked by ``|residual| / sqrt(v)**0.75``: by what they
+            move. ``v`` is looked at every 32 steps. What is sent is the same value. 4 bytes an element more.
 
     Raises:
         ValueError: an argument is out of range, or differs between ranks (the message names the field).
@@ -86,6 +90,7 @@ class CompressionState:
         clip_scope: str = "model",
         skip_nonfinite: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
+        rank_by: torch.optim.Optimizer | None = None,
     ) -> None:
         self._group, self._levels = resolve(process_group)
         with self._group.refusing():
@@ -101,12 +106,16 @@ class CompressionState:
                 self.grad_scaler = None
             self._names = named(params)
             checks.knows_size(compressor, self._names)
+            self._ranking = None if rank_by is None else Ranking(rank_by, compressor, self._levels is not None)
+            if self._ranking is not None:
+                self._ranking.check([p for p in self._names if p.requires_grad and is_large(p)], self._name_of)
         self._clip = None if max_grad_norm is None else Clip(max_grad_norm, clip_scope)
         self._may_skip = skip_nonfinite or self.grad_scaler is not None
         fields = ("compressor", "memory", "momentum", "nesterov", "state_dtype")
         settings = {name: repr(getattr(self, name)) for name in fields}
         settings |= {"names of params": " ".join(self._names.values())}
         settings |= {"front": "DDP hook", "clip": repr(self._clip), "skip_nonfinite": str(self._may_skip)}
+        settings |= {"rank_by": str(self._ranking)}
         self._group.agree(settings, None)
         self._group = self._group.private(None)
         self._levels = None if self._levels is None else self._levels.private(None)
@@ -124,7 +133,8 @@ class CompressionState:
         """What it was built with."""
         shown = ("compressor", "memory", "momentum", "nesterov", "state_dtype")
         fields = [f"{name}={getattr(self, name)!r}" for name in shown]
-        return f"CompressionState({', '.join([*fields, f'clip={self._clip!r}', f'skip_nonfinite={self._may_skip}'])})"
+        fields += [f"clip={self._clip!r}", f"skip_nonfinite={self._may_skip}", f"rank_by={self._ranking}"]
+        return f"CompressionState({', '.join(fields)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
         """Copies of a DDP wrapper, such as AveragedModel makes, share its state; they are not trained."""
@@ -147,7 +157,7 @@ class CompressionState:
             self._pending.append(entry)
             if not self._measures:
                 for part in entry.parts:
-                    part.launch(self._hyper(), self._exchanges.step)
+                    self._launch(part, self._exchanges.step)
             if bucket.is_last():
                 self._finish(self._exchanges)
         if bucket.is_last():
@@ -201,7 +211,7 @@ class CompressionState:
             for part in parts:
                 part.measure()
         for part in parts if self._measures else rest:
-            part.launch(self._hyper(), exchanges.step)
+            self._launch(part, exchanges.step)
         exchanges.arrive(self._name_of)
         found_inf = exchanges.shared.found_inf
         for entry in pending:
@@ -220,6 +230,12 @@ class CompressionState:
                 "any for them, or of two levels another rank of this node does",
                 stacklevel=2,
             )
+
+    def _launch(self, part: Part, step: int) -> None:
+        bucket = part.exchange.bucket
+        if self._ranking is not None and RANK_WEIGHTS in bucket.states:
+            self._ranking.prepare(bucket, step, self._name_of)
+        part.launch(self._hyper(), step)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -271,6 +287,8 @@ class CompressionState:
                     f"params lacks a parameter {self._name_of(param)} of the model in DistributedDataParallel: pass "
                     "model.named_parameters() of that very model"
                 )
+        if self._ranking is not None:
+            self._ranking.check(filter(is_large, params), self._name_of)
 
     def _gather_rest(self, pending: Sequence[Entry]) -> None:
         """What is never compressed is small: one exchange for all of it instead of one for every bucket."""
@@ -289,11 +307,15 @@ class CompressionState:
         bucket = build_bucket(treatment, params, getattr(self.compressor, "scope", "bucket") == "tensor")
         compressed = sum(p.numel() for p in self._names if is_large(p))
         plan = Plan(
-            self.compressor, self.memory, self.momentum > 0, self.state_dtype, self._levels, compressed=compressed
-        )
+            self.compressor, self.memory, self.momentum > 0, self.state_dtype, self._levels, compressed=compressed,
+            ranked=self._ranking is not None,
+        )  # fmt: skip
         sums = None if dtype == torch.float32 else self._room(bucket.segments.padded_numel)
         exchange = plan.exchange(bucket, self._exchanges.shared, self._seed.clone(), sums)
-        copy_states([exchange.kept], {param: self._kept(param) for param in exchange.kept.params})
+        kept = {param: self._kept(param) for param in exchange.kept.params}
+        copy_states([exchange.kept], kept)
+        if self._ranking is not None and sparse and not all(RANK_WEIGHTS in states for states in kept.values()):
+            self._ranking.refresh(bucket, self._exchanges.step, self._name_of)  # a file without, or none
         return Part(exchange, sources)
 
     def _room(self, numel: int) -> Tensor:
@@ -345,7 +367,7 @@ class CompressionState:
         return self._steps.skipped if self._exchanges is None else self._exchanges.skipped
 
     def metrics(self) -> dict[str, Tensor]:
-        """What the last step did; as ``SGD.metrics``.
+        """What the last step did; as ``SGD.metrics``. With ``rank_by`` thresholds are of weight * |residual|.
 
         Raises:
             RuntimeError: there was no backward yet.

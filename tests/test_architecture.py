@@ -30,6 +30,7 @@ LAYERS = (
         "optim",
         "ddp",
         "ddp_parts",
+        "ranking",
         "modules",
         "jointspar",
         "jointspar_parts",
