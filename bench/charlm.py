@@ -1,14 +1,14 @@
 """Does the DDP hook learn with Adam? A character-level GPT under DistributedDataParallel and torch.optim.AdamW.
 
 Rows: dense; TopK(0.01) with the same AdamW; TopK(0.01) as docs/ddp.md advises, without Adam's first moment, with a
-longer second one, and every rank's gradient clipped; torch's PowerSGD hook of rank 4. In the first 5 % of the steps the
-density falls to 0.01, and PowerSGD is dense. Every method trains at every learning rate of a grid and with every
-seed; its own rate is the one with the lowest mean loss on the validation split. (Of one seed it could be a rate that
-only this seed survives: in a trial, seed 0 alone chose one with which seed 1 lost 0.13.) The loss that is compared
-comes from a test split: of every 20 stretches of the text one is validation and one is test. A seed sets initial
-weights and the order of the data, for all methods alike. The rest is as in nanoGPT's recipe for Shakespeare: betas 0.9
-and 0.99, weight decay 0.1 of matrices, dropout 0.2, a cosine to a tenth after a linear rise over the first 5 %, and 82
-million characters in all; but no clipping save in the row that says so.
+longer second one, and every rank's gradient clipped; the same, its entries ranked by Adam's scale; torch's PowerSGD
+hook of rank 4. In the first 5 % of the steps the density falls to 0.01, and PowerSGD is dense. Every method trains at
+every learning rate of a grid and with every seed; its own rate is the one with the lowest mean loss on the validation
+split. (Of one seed it could be a rate that only this seed survives: in a trial, seed 0 alone chose one with which seed
+1 lost 0.13.) The loss that is compared comes from a test split: of every 20 stretches of the text one is validation and
+one is test. A seed sets initial weights and the order of the data, for all methods alike. The rest is as in nanoGPT's
+recipe for Shakespeare: betas 0.9 and 0.99, weight decay 0.1 of matrices, dropout 0.2, a cosine to a tenth after a
+linear rise over the first 5 %, and 82 million characters in all; but no clipping save in the row that says so.
 
 Several pairs of processes train at once (teams.py): start the GPU's process server (nvidia-cuda-mps-control -d) first.
 Seconds are therefore no measure of speed.
@@ -56,12 +56,16 @@ class Method:
     hook: str | None = None
     betas: tuple[float, float] = (0.9, 0.99)
     max_grad_norm: float | None = None  # of the hook
+    ranked: bool = False  # by the optimizer's second moments
 
 
 METHODS = {
     "dense": Method("dense"),
     "topk0.01_warmup": Method("TopK(0.01)", "topk"),
     "topk0.01_advised": Method("TopK(0.01), as advised", "topk", betas=(0.0, 0.999), max_grad_norm=0.25),
+    "topk0.01_ranked": Method(
+        "TopK(0.01), ranked by Adam's scale", "topk", betas=(0.0, 0.999), max_grad_norm=0.25, ranked=True
+    ),
     "powersgd4": Method("PowerSGD, rank 4", "powersgd"),
 }
 
@@ -112,10 +116,15 @@ def counted_sums() -> Iterator[list[int]]:
         dist.all_reduce = real
 
 
-def register(model: DistributedDataParallel, method: Method, plan: Plan) -> Callable[[], Tensor] | None:
+def register(
+    model: DistributedDataParallel, method: Method, plan: Plan, optimizer: torch.optim.Optimizer
+) -> Callable[[], Tensor] | None:
     """Register the method's hook; what tells the bytes of the last step, where the hook can."""
     if method.hook == "topk":
-        state = ddp.CompressionState(TopK(DENSITY, warmup_steps=plan.warmup_steps), max_grad_norm=method.max_grad_norm)
+        state = ddp.CompressionState(
+            TopK(DENSITY, warmup_steps=plan.warmup_steps), max_grad_norm=method.max_grad_norm,
+            rank_by=optimizer if method.ranked else None,
+        )  # fmt: skip
         model.register_comm_hook(state, ddp.compress_hook)
         return lambda: state.metrics()["bytes_sent"]
     if method.hook == "powersgd":
@@ -135,12 +144,12 @@ def train(job: Job, plan: Plan, text: Text, device: torch.device) -> Outcome:
     torch.manual_seed(1_000_003 * job.seed + rank)  # what ranks drop is their own
     model = teams.graphed(model, text.train[: plan.batch * plan.context].view(plan.batch, plan.context))
     wrapped = DistributedDataParallel(model)
-    bytes_of_step = register(wrapped, method, plan)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=job.lr, betas=method.betas, fused=device.type == "cuda")
+    bytes_of_step = register(wrapped, method, plan, optimizer)
     factor = functools.partial(teams.lr_factor, steps=plan.steps, warmup_steps=plan.warmup_steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     order = torch.Generator().manual_seed(1_000_003 * job.seed + rank)
@@ -268,6 +277,7 @@ def _record(options: argparse.Namespace, plan: Plan, job: Job, outcome: Outcome,
         lr_chosen_by="every method its own, validation split, mean over seeds" if len(options.rates) > 1 else "given",
         betas=method.betas,
         max_grad_norm=method.max_grad_norm,
+        rank_by="AdamW" if method.ranked else None,
         weight_decay=WEIGHT_DECAY,
         compressor=repr(TopK(DENSITY, warmup_steps=plan.warmup_steps)) if method.hook == "topk" else None,
         approximation_rank=APPROXIMATION_RANK if method.hook == "powersgd" else None,
@@ -292,7 +302,7 @@ def _record(options: argparse.Namespace, plan: Plan, job: Job, outcome: Outcome,
 
 def _print_summary(outcomes: dict[Job, Outcome], steps: int) -> None:
     print(
-        f"\n{'':24}{'lr':>8}{'test loss, nats/char':>24}{'against dense':>16}{'MB per rank':>14}{'ratio':>8}"
+        f"\n{'':36}{'lr':>8}{'test loss, nats/char':>24}{'against dense':>16}{'MB per rank':>14}{'ratio':>8}"
         f"{'at the end':>12}"
     )
     by_provider = {p: [o for job, o in outcomes.items() if job.provider == p] for p in METHODS}
@@ -303,7 +313,7 @@ def _print_summary(outcomes: dict[Job, Outcome], steps: int) -> None:
         losses = [outcome.test_loss for outcome in runs]
         deviation = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
         print(
-            f"{METHODS[provider].title:24}{lrs[provider]:8g}{f'{statistics.mean(losses):.4f}{deviation}':>24}"
+            f"{METHODS[provider].title:36}{lrs[provider]:8g}{f'{statistics.mean(losses):.4f}{deviation}':>24}"
             f"{statistics.mean(losses) - dense:>+16.4f}{runs[0].bytes_sent / 1e6:14.2f}"
             f"{runs[0].bytes_dense / runs[0].bytes_sent:8.1f}"
             f"{runs[0].bytes_dense / steps / runs[0].bytes_last_step:12.1f}"
