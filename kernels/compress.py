@@ -13,14 +13,19 @@ States of 16 bits are rounded
 stochastically before they are looked at, so what is sent and what is kept still add up to what was there, bit for bit.
 
 A step that may be undone (verdict.py) has states of two halves: it reads one, and all that it writes goes to the other.
+
+Where every block sends its own k largest (blocks.py), nothing is left to select: the pass puts them into the payload,
+at places that are known beforehand, and raises the flag itself.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fusedcomp.kernels._launch import ELEMENT, launch
 from fusedcomp.kernels.accumulate import ACCUMULATE
+from fusedcomp.kernels.blocks import largest_of_block, send_nothing_of, send_of_block, what_stays
 from fusedcomp.kernels.elements import (
     half_offset,
     load_block,
@@ -40,10 +45,10 @@ LARGEST = tl.constexpr(1e34)
 
 @triton.jit
 def _leave(
-    block, index, start, extent, segment, param_address, velocity_in_ptr, residual_in_ptr, start_ptr,
-    velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, marks_ptr, partials_ptr,
-    HAS_VELOCITY: tl.constexpr, HAS_NORMS: tl.constexpr, SEND_ALL: tl.constexpr, HALF: tl.constexpr,
-    ELEMENT: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    block, index, start, extent, segment, param_address, velocity_in_ptr, residual_in_ptr, start_ptr, place_ptr,
+    velocity_out_ptr, residual_out_ptr, sent_ptr, indices_ptr, counts_ptr, marks_ptr, partials_ptr,
+    HAS_VELOCITY: tl.constexpr, HAS_NORMS: tl.constexpr, SEND_ALL: tl.constexpr, PER_BLOCK: tl.constexpr,
+    HALF: tl.constexpr, ELEMENT: tl.constexpr, WIRE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of a segment without a gradient: states stay, nothing is marked or sent, the parameter has its norm."""
     store_state(residual_out_ptr + index, load_state(residual_in_ptr + index, None, HALF), None, HALF)
@@ -56,6 +61,8 @@ def _leave(
     if SEND_ALL:
         address = sent_ptr.to(tl.int64) + tl.load(start_ptr + segment) * 4
         store_block(address, start, extent, tl.zeros((BLOCK,), tl.float32), tl.float32, BLOCK)
+    elif PER_BLOCK > 0:
+        send_nothing_of(block, extent, place_ptr, sent_ptr, indices_ptr, PER_BLOCK, WIRE, BLOCK)
     else:
         tl.store(counts_ptr + block, 0)
         tl.store(marks_ptr + block * WORDS + tl.arange(0, WORDS), tl.zeros((WORDS,), tl.int32))
@@ -64,13 +71,14 @@ def _leave(
 @triton.jit
 def _compress_kernel(
     block_table_ptr, address_ptr, numel_ptr, start_ptr, velocity_in_ptr, residual_in_ptr, weight_ptr,  # in
-    threshold_ptr, trust_ptr, scale_ptr, seed_ptr, parity_ptr,
-    velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, marks_ptr, partials_ptr, flag_ptr,  # out
+    threshold_ptr, trust_ptr, scale_ptr, seed_ptr, parity_ptr, place_ptr,
+    velocity_out_ptr, residual_out_ptr, sent_ptr, indices_ptr, counts_ptr, marks_ptr, partials_ptr, flag_ptr,  # out
     grad_scale, weight_decay, momentum, num_segments, half_numel,
     ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_PARITY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, SEND_ALL: tl.constexpr, PER_TENSOR: tl.constexpr, HALF: tl.constexpr,
-    ELEMENT: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, SEND_ALL: tl.constexpr, PER_BLOCK: tl.constexpr, MASK_VELOCITY: tl.constexpr,
+    PER_TENSOR: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr, WIRE: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -87,9 +95,9 @@ def _compress_kernel(
         velocity_out_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
     if grad_address == 0:
         _leave(
-            block, index, start, extent, segment, param_address, velocity_in_ptr, residual_in_ptr, start_ptr,
-            velocity_out_ptr, residual_out_ptr, sent_ptr, counts_ptr, marks_ptr, partials_ptr,
-            HAS_VELOCITY, HAS_NORMS, SEND_ALL, HALF, ELEMENT, WORDS, BLOCK,
+            block, index, start, extent, segment, param_address, velocity_in_ptr, residual_in_ptr, start_ptr, place_ptr,
+            velocity_out_ptr, residual_out_ptr, sent_ptr, indices_ptr, counts_ptr, marks_ptr, partials_ptr,
+            HAS_VELOCITY, HAS_NORMS, SEND_ALL, PER_BLOCK, HALF, ELEMENT, WIRE, WORDS, BLOCK,
         )  # fmt: skip
         return
 
@@ -127,6 +135,12 @@ def _compress_kernel(
         velocity = stochastic(velocity, noise >> 16, HALF)
         if not SEND_ALL:
             residual = stochastic(residual, noise, HALF)
+    if PER_BLOCK > 0:
+        accumulated = residual
+        chosen = largest_of_block(residual, index, seed, extent, flag_ptr, PER_BLOCK, BLOCK)
+        residual = tl.where(chosen, what_stays(residual, HALF, WIRE), residual)
+        if MASK_VELOCITY:
+            velocity = tl.where(chosen, 0.0, velocity)
     if HAS_VELOCITY:
         store_state(velocity_out_ptr + index, velocity, None, HALF)
     if SEND_ALL:
@@ -135,6 +149,9 @@ def _compress_kernel(
         store_state(residual_out_ptr + index, tl.zeros((BLOCK,), tl.float32), None, HALF)
     else:
         store_state(residual_out_ptr + index, residual, None, HALF)
+    if PER_BLOCK > 0:  # at last: values change threads on the way, and the registers of the states are free by now
+        send_of_block(block, accumulated, chosen, place_ptr, sent_ptr, indices_ptr, WIRE, BLOCK)
+    elif not SEND_ALL:
         least = tl.load(threshold_ptr + segment * PER_TENSOR)
         if HAS_WEIGHTS:
             residual = residual * tl.load(weight_ptr + index)
@@ -177,6 +194,42 @@ def compress(
     )  # fmt: skip
 
 
+def compress_blocks(
+    segments: Segments,
+    operands: Operands,
+    velocity_in: Tensor | None,
+    residual_in: Tensor,
+    places: Tensor,  # i64 (blocks + 1,): every block's first entry in the payload, and their number
+    trust: Tensor | None,
+    scales: Tensor | None,
+    seed: Tensor,
+    parity: Tensor | None,
+    velocity_out: Tensor | None,
+    residual_out: Tensor,
+    out_indices: Tensor,  # out: i16 (k,): index inside the page, as unsigned 16 bits
+    values: Tensor,  # out: f32, bf16 or f16 (k,)
+    partials: Tensor | None,
+    flag: Tensor,  # in-out: i32 (1,): set to 1 if a residual is not finite; with ``parity`` also of a gradient of 1e34
+    *,
+    accumulate: str,
+    grad_scale: float,
+    weight_decay: float,
+    momentum: float,
+    per_block: int,
+    masking: bool,
+) -> None:
+    """The same pass where every block sends its ``per_block`` largest entries, a shorter one all if it has no more.
+
+    They are in the payload, in index order, and gone from the residual (but for what the payload's rounding lost) and,
+    ``masking``, from the velocity. Segments without a gradient send zeros for their blocks' first entries.
+    """
+    _launch_pass(
+        segments, operands, velocity_in, residual_in, None, None, trust, scales, seed, parity,
+        velocity_out, residual_out, values, None, None, partials, flag,
+        accumulate, grad_scale, weight_decay, momentum, places, out_indices, per_block, masking,
+    )  # fmt: skip
+
+
 def compress_all(
     segments: Segments,
     operands: Operands,
@@ -211,18 +264,21 @@ def _launch_pass(
     velocity_out: Tensor | None, residual_out: Tensor, sent: Tensor | None, counts: Tensor | None,
     marks: Tensor | None, partials: Tensor | None, flag: Tensor | None,
     accumulate: str, grad_scale: float, weight_decay: float, momentum: float,
+    places: Tensor | None = None, indices: Tensor | None = None, per_block: int = 0, masking: bool = False,
 ) -> None:  # fmt: skip
+    wire = torch.float32 if sent is None else sent.dtype
     launch(
         _compress_kernel, segments.num_blocks, residual_in,
         segments.block_table, operands.addresses, segments.numel_table, segments.start_table, velocity_in, residual_in,
-        weights, thresholds, trust, scales, seed, parity,
-        velocity_out, residual_out, sent, counts, marks, partials, flag,
+        weights, thresholds, trust, scales, seed, parity, places,
+        velocity_out, residual_out, sent, indices, counts, marks, partials, flag,
         grad_scale, weight_decay, momentum, len(segments.numels), segments.padded_numel,
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_SCALE=grad_scale != 1.0,
         HAS_SCALES=scales is not None, HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None,
         HAS_NORMS=partials is not None, HAS_PARITY=parity is not None, HAS_WEIGHTS=weights is not None,
-        SEND_ALL=sent is not None, PER_TENSOR=sent is None and segments.per_tensor, HALF=residual_in.itemsize == 2,
-        ELEMENT=ELEMENT[operands.dtype], WORDS=WORDS, BLOCK=BLOCK,
+        SEND_ALL=sent is not None and per_block == 0, PER_BLOCK=per_block,
+        MASK_VELOCITY=masking and velocity_in is not None, PER_TENSOR=sent is None and segments.per_tensor,
+        HALF=residual_in.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], WIRE=ELEMENT[wire], WORDS=WORDS, BLOCK=BLOCK,
     )  # fmt: skip
 
 

@@ -53,6 +53,18 @@ def fill_header(
 
 
 @triton.jit
+def _write_header_kernel(
+    address_ptr,  # in
+    flag_ptr, seed_ptr,  # in-out
+    header_ptr,  # out
+    entries, num_segments, words,
+    VERSION: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    entries = tl.cast(entries, tl.int64)
+    fill_header(address_ptr, flag_ptr, seed_ptr, header_ptr, entries, entries, num_segments, words, VERSION, FIRST)
+
+
+@triton.jit
 def _write_failure_kernel(
     seed_ptr,  # in-out
     header_ptr,  # out
@@ -163,6 +175,26 @@ def _read_trailer_kernel(
     odd = _told_by_sums(tl.load(steps_ptr + 2), tl.load(steps_ptr + 3), world)
     if not (even & odd):
         tl.store(status_ptr + 1, tl.load(status_ptr + 1) | RANKS_DIFFER)
+
+
+def write_header(
+    operands: Operands,
+    flag: Tensor,  # in-out: i32 (1,); reset
+    seed: Tensor,  # in-out: i32 (1,): the bucket's step, increased by one
+    header: Tensor,  # out: i32 (HEADER_WORDS + ceil(segments / 32),)
+    *,
+    entries: int,
+    wire_dtype: torch.dtype,
+) -> None:
+    """The header of a payload whose ``entries`` were known beforehand: all that were asked for are there."""
+    launch(
+        _write_header_kernel, 1, header,
+        operands.addresses,
+        flag, seed,
+        header,
+        entries, len(operands.params), header.numel() - HEADER_WORDS,
+        VERSION=ENCODING[wire_dtype], FIRST=HEADER_WORDS, shape="small",
+    )  # fmt: skip
 
 
 def write_failure(

@@ -102,6 +102,15 @@ VERDICT = [{"headers": None}, {"found_inf": None}, {"headers": None, "found_inf"
 CLIPPED = [{"per_tensor": True}, {}, {"squares": None}]
 DENSE_MOMENTUM = [{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "momentum_buffer": None}]
 
+# Bisection and a choice for every type on the wire; maxima; a single one.
+BLOCKS = [
+    {"per_block": 99, "masking": True, "wire": torch.float16},
+    {"per_block": 8, "masking": True, "wire": torch.bfloat16},
+    {"per_block": 2, "masking": True},
+    {"per_block": 99, "masking": False},
+    {"per_block": 1, "masking": False},
+]
+
 # Launcher -> independent choices, the last of which may be types. All combinations are compiled for the odd sizes, but
 # of types with the first (all there is) and the last (the least) of the others; for the other sizes, to which the
 # choices are indifferent, the first and the last of all.
@@ -109,6 +118,7 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "sample_threshold": (MEMORY, DECAY, [ALL, LEAST, LEAST | UNWEIGHTED], TYPES),
     "compress": (MEMORY, DECAY, [ALL, LEAST, *(guard | UNWEIGHTED for guard in GUARDS[1:])], TYPES),
     "compress_all": (MEMORY, DECAY, [*GUARDS[:3], LEAST], TYPES),
+    "compress_blocks": (MEMORY, BLOCKS, [ALL, LEAST | {"weight_decay": 0.0}], TYPES),
     "settle": (MEMORY, DECAY, [ALL, LEAST], TYPES),
     "list_candidates": (),
     "select_candidates": (without("weights"), without("parity"), HALF),
@@ -126,6 +136,7 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "reduce_norms": (),
     "trust_ratios": (FALLBACK, ELEMENTS),
     "commit_norms": (),
+    "write_header": ([{"wire_dtype": dtype} for dtype in (torch.float16, torch.float32)],),
     "write_failure": (),
     "read_headers": (without("nonfinite"),),
     "write_trailer": (FAILED,),
@@ -205,6 +216,7 @@ def arguments(
         "counts": i32(blocks),
         "marks": i32(blocks, WORDS),
         "offsets": i64(blocks + 1),
+        "places": i64(blocks + 1),
         "keys": i64(sizes.capacity, device=sizes.device),
         "bounds": i64(scopes, 3),
         "near": i64(sizes.capacity, device=sizes.device),
@@ -240,6 +252,7 @@ def arguments(
         "eps": 1e-8,
         "max_norm": 1.0,
         "per_tensor": per_tensor,
+        "entries": sizes.k,
     }
 
 
@@ -291,6 +304,8 @@ class Specialisation:
                 words.append(name.removeprefix("HAS_").lower())
             elif name in ("ELEMENT", "WIRE"):
                 words.append(str(value))
+            elif name == "PER_BLOCK":
+                words += [f"{value} per block"] if value else []
             elif kind == "constexpr" and not name.isupper() and value is not None:
                 words.append(f"{name}={value}")
             elif kind in ("i32", "i64"):

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from fusedcomp.kernels.compress import LARGEST
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
-from fusedcomp.kernels.reference.elements import half_of, rounding_noise, stochastic
-from fusedcomp.kernels.reference.keys import rank_key
-from fusedcomp.kernels.segments import BLOCK, Operands, Segments, memory_order
+from fusedcomp.kernels.reference.elements import half_of, narrow_clamped, rounding_noise, stochastic
+from fusedcomp.kernels.reference.keys import rank_key, selection_key
+from fusedcomp.kernels.segments import BLOCK, PAGE, Operands, Segments, memory_order
 
 
 def scaled(grad: Tensor, scales: Tensor | None, segment: int, grad_scale: float) -> Tensor:
@@ -119,6 +119,60 @@ def compress(
     counts.copy_(chosen.view(-1, BLOCK).sum(1))
     bits = chosen.view(*marks.shape, 32).long() << torch.arange(32, device=chosen.device)
     marks.copy_(bits.sum(2).to(torch.int32))
+
+
+def compress_blocks(
+    segments: Segments,
+    operands: Operands,
+    velocity_in: Tensor | None,
+    residual_in: Tensor,
+    places: Tensor,
+    trust: Tensor | None,
+    scales: Tensor | None,
+    seed: Tensor,
+    parity: Tensor | None,
+    velocity_out: Tensor | None,
+    residual_out: Tensor,
+    out_indices: Tensor,
+    values: Tensor,
+    partials: Tensor | None,
+    flag: Tensor,
+    *,
+    accumulate: str,
+    grad_scale: float,
+    weight_decay: float,
+    momentum: float,
+    per_block: int,
+    masking: bool,
+) -> None:
+    device = residual_in.device
+    counts = torch.empty(segments.num_blocks, dtype=torch.int32, device=device)
+    marks = torch.empty(segments.num_blocks, BLOCK // 32, dtype=torch.int32, device=device)
+    nothing = torch.full_like(segments.scope_blocks[1:], (1 << 63) - 1)  # above every key
+    compress(
+        segments, operands, velocity_in, residual_in, nothing, trust, scales, seed, parity, velocity_out, residual_out,
+        counts, marks, partials, flag, accumulate=accumulate, grad_scale=grad_scale, weight_decay=weight_decay,
+        momentum=momentum,
+    )  # fmt: skip
+    velocity, residual = half_of(velocity_out, parity, 1), half_of(residual_out, parity, 1)
+    lossless = residual.itemsize == 2 or values.itemsize == 4
+    for block, (segment, number) in enumerate(segments.block_table.tolist()):
+        extent = min(BLOCK, segments.numels[segment] - number * BLOCK)
+        index = torch.arange(block * BLOCK, block * BLOCK + extent, device=device)
+        wanted, place = min(per_block, extent), slice(int(places[block]), int(places[block + 1]))
+        if operands.grads[segment] is None:
+            won, sent = index[:wanted], torch.zeros(wanted, device=device).to(values.dtype)
+        else:
+            key = selection_key(residual[index].float(), index, seed, residual.itemsize == 2)
+            flag |= (~residual[index].isfinite()).any().to(torch.int32)
+            won = index[torch.topk(key, wanted).indices.sort().values]
+            value = residual[won].float()
+            sent = narrow_clamped(value, values.dtype)
+            residual[won] = 0.0 if lossless else torch.where(value.isfinite(), value - sent.float(), 0.0)
+            if velocity is not None and masking:
+                velocity[won] = 0.0
+        values[place] = sent
+        out_indices[place] = (((won % PAGE) + 32768) % PAGE - 32768).to(torch.int16)
 
 
 def compress_all(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fusedcomp.kernels.headers import FORMAT_VERSION, HEADER_WORDS, TRAILER_WORDS
+from fusedcomp.kernels.headers import ENCODING, FORMAT_VERSION, HEADER_WORDS, TRAILER_WORDS
 from fusedcomp.kernels.segments import Operands
 
 NON_FINITE, FAILED = 1, 2
@@ -32,6 +32,12 @@ def end_payload(
     header[HEADER_WORDS:] = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     flag.zero_()
     seed += 1
+
+
+def write_header(
+    operands: Operands, flag: Tensor, seed: Tensor, header: Tensor, *, entries: int, wire_dtype: torch.dtype
+) -> None:
+    end_payload(operands, flag, seed, header, header.new_tensor(entries), entries, ENCODING[wire_dtype])
 
 
 def write_failure(seed: Tensor, header: Tensor) -> None:
