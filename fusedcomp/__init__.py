@@ -2,6 +2,7 @@
 
 from fusedcomp import ddp as ddp
 from fusedcomp.amp import GradScaler as GradScaler
+from fusedcomp.compressors import BlockTopK as BlockTopK
 from fusedcomp.compressors import Identity as Identity
 from fusedcomp.compressors import RandomK as RandomK
 from fusedcomp.compressors import Threshold as Threshold
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LARS",
     "SGD",
+    "BlockTopK",
     "GradScaler",
     "Identity",
     "JointSpar",

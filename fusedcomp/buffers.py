@@ -1,9 +1,11 @@
 """Buffers: what an exchange works in beside the states; no checkpoint needs them.
 
-PayloadBuffers  a compressed bucket's payloads, and the scratch that depends on k
-Reduced         the same of all of a bucket's elements
+Payloads        a compressed bucket's payloads
+PayloadBuffers  the same, and the scratch that depends on k
 Summed          what is summed over ranks, and its trailer
+Reduced         the same of all of a bucket's elements
 strata_table    from which parts of a bucket elements are drawn
+places_of       where in a payload the entries of every block are
 sample_table    which elements a bucket's threshold is sampled from
 """
 
@@ -18,16 +20,35 @@ from fusedcomp.compressors import TopK
 from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.refine import PACK
 from fusedcomp.kernels.sample import SAMPLES
-from fusedcomp.kernels.segments import Operands, Segments
+from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 from fusedcomp.sizing import Selection, count_at, num_samples
 from fusedcomp.wire import Payload, PayloadLayout, dense_numel
 
 
 @dataclass
-class PayloadBuffers:
-    """What depends on k: made anew when it changes."""
+class Payloads:
+    """What a rank sends and receives: made anew when k changes."""
 
     layout: PayloadLayout
+    own: Tensor  # u8 (nbytes,)
+    received: Tensor  # u8 (world, nbytes)
+    payload: Payload  # views of ``own``
+    payloads: Payload  # views of ``received``
+
+    @staticmethod
+    def of(layout: PayloadLayout, world: int, device: torch.device, room: Tensor | None = None) -> "Payloads":
+        """Zeros. ``room``: u8 zeros, where to receive."""
+        if room is None:
+            room = torch.zeros(world * layout.nbytes, dtype=torch.uint8, device=device)
+        received = room[: world * layout.nbytes].view(world, -1)
+        own = received[0] if world == 1 else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        return Payloads(layout, own, received, layout.views(own.view(1, -1)), layout.views(received))
+
+
+@dataclass
+class PayloadBuffers(Payloads):
+    """The same, and what else depends on k."""
+
     ranks: Tensor  # i64 (scopes,)
     sample_ranks: Tensor  # i64 (scopes,)
     sample_aims: Tensor  # i64 (scopes,)
@@ -35,10 +56,6 @@ class PayloadBuffers:
     indices: Tensor  # i64 (capacity,)
     near: Tensor  # i64 (capacity,)
     packed: Tensor  # i64 (1 + 2 programs of pack_payload,)
-    own: Tensor  # u8 (nbytes,)
-    received: Tensor  # u8 (world, nbytes)
-    payload: Payload  # views of ``own``
-    payloads: Payload  # views of ``received``
 
     @staticmethod
     def allocate(
@@ -53,23 +70,16 @@ class PayloadBuffers:
         def zeros(numel: int) -> Tensor:
             return torch.zeros(numel, dtype=torch.int64, device=device)
 
-        if room is None:
-            room = torch.zeros(world * layout.nbytes, dtype=torch.uint8, device=device)
-        received = room[: world * layout.nbytes].view(world, -1)
-        own = received[0] if world == 1 else torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        travels = Payloads.of(layout, world, device, room)
         return PayloadBuffers(
-            layout,
-            i64(selection.ks),
-            i64(selection.sample_ranks),
-            i64(selection.sample_aims),
-            zeros(selection.capacity),
-            zeros(selection.capacity),
-            zeros(selection.capacity),
-            zeros(1 + 2 * -(-selection.capacity // PACK)),
-            own,
-            received,
-            layout.views(own.view(1, -1)),
-            layout.views(received),
+            **vars(travels),
+            ranks=i64(selection.ks),
+            sample_ranks=i64(selection.sample_ranks),
+            sample_aims=i64(selection.sample_aims),
+            keys=zeros(selection.capacity),
+            indices=zeros(selection.capacity),
+            near=zeros(selection.capacity),
+            packed=zeros(1 + 2 * -(-selection.capacity // PACK)),
         )
 
 
@@ -119,6 +129,16 @@ class Reduced(Summed):
         self.as_grads.params = operands.params
         self.as_grads.update(self.as_grads.grads)
         return self.as_grads
+
+
+def places_of(per_block: int, segments: Segments) -> Tensor:
+    """The first entry of every block in a payload with so many of each, and their number: i64 (blocks + 1,).
+
+    Worked out by the device, that no step waits for a copy.
+    """
+    segment, block = segments.block_table.long().unbind(1)
+    counts = (segments.numel_table[segment] - block * BLOCK).clamp(max=per_block)
+    return torch.cat([torch.zeros_like(counts[:1]), counts.cumsum(0)])
 
 
 def sample_table(compressor: TopK, segments: Segments) -> tuple[Tensor, Tensor]:

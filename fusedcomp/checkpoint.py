@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedcomp.buckets import RANK_WEIGHTS
 from fusedcomp.checks import TORCH_ONLY
 from fusedcomp.collectives import Group
-from fusedcomp.compressors import Identity, RandomK, Threshold, TopK
+from fusedcomp.compressors import BlockTopK, Identity, RandomK, Threshold, TopK
 from fusedcomp.compressors import encode as encode_record
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
 from fusedcomp.values import is_count
@@ -31,7 +31,8 @@ _PER_ELEMENT = {"velocity", "residual", "momentum_buffer", "decay_buffer"}
 _OF_HOOK = _PER_ELEMENT | {RANK_WEIGHTS}
 _STATES = _PER_ELEMENT | {"grad_square_norm", "param_square_norm"}
 _RECORDS = {
-    record.__name__: record for record in (TopK, Threshold, RandomK, Identity, MomentumCorrection, Residual, NoMemory)
+    record.__name__: record
+    for record in (TopK, Threshold, BlockTopK, RandomK, Identity, MomentumCorrection, Residual, NoMemory)
 }
 
 

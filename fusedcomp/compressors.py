@@ -2,17 +2,19 @@
 
 TopK       the density * numel entries of largest |residual|, exactly, found in the one pass
 Threshold  every entry whose |residual| reaches a value that is the same in every step
+BlockTopK  the same of every block of 2048, chosen inside the pass
 RandomK    entries drawn at random, the same on all ranks
 Identity   everything: torch's own optimizer, in our buckets
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.values import is_count, is_number, plain
 
 _WARMUP_STAGES = 4
@@ -61,10 +63,10 @@ class TopK:
 
     def __post_init__(self) -> None:
         _check_density("TopK: density", self.density)
-        if not is_count(self.warmup_steps):
-            raise ValueError(f"TopK: warmup_steps must be an integer >= 0, got {self.warmup_steps!r}")
+        _check_steps("TopK", self.warmup_steps)
         if self.warmup_densities is not None:
-            self._check_warmup(self.warmup_densities)
+            densities = _checked_warmup("TopK", self.warmup_densities, self.warmup_steps, _check_density)
+            object.__setattr__(self, "warmup_densities", densities)
         for name in ("density", "warmup_steps"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         if self.selection not in ("exact", "sampled"):
@@ -75,27 +77,9 @@ class TopK:
         if self.collective not in ("gather", "tree"):
             raise ValueError(f"TopK: collective must be 'gather' or 'tree', got {self.collective!r}")
 
-    def _check_warmup(self, densities: Sequence[float]) -> None:
-        if isinstance(densities, str) or not isinstance(densities, Iterable):
-            raise TypeError(f"TopK: warmup_densities must be a sequence of densities, got {densities!r}")
-        densities = tuple(plain(d) for d in densities)
-        for density in densities:
-            _check_density("TopK: warmup_densities", density)
-        if not 0 < len(densities) <= self.warmup_steps:
-            raise ValueError(
-                f"TopK: warmup_densities must be at least one density, and warmup_steps at least as many, got "
-                f"{len(densities)} densities for {self.warmup_steps!r} steps"
-            )
-        object.__setattr__(self, "warmup_densities", densities)
-
     def density_at(self, step: int) -> float:
         """Density of optimizer step ``step`` (from 0); without ``warmup_densities`` it never rises."""
-        if step >= self.warmup_steps:
-            return self.density
-        if self.warmup_densities is not None:
-            return self.warmup_densities[len(self.warmup_densities) * step // self.warmup_steps]
-        stage = _WARMUP_STAGES * step // self.warmup_steps + 1
-        return self.density ** (stage / (_WARMUP_STAGES + 1))
+        return _density_at(step, self.density, self.warmup_steps, self.warmup_densities)
 
 
 @dataclass(frozen=True)
@@ -149,6 +133,46 @@ class Threshold:
 
 
 @dataclass(frozen=True)
+class BlockTopK:
+    """Send the largest entries of every block: of 2048 elements ``round(density * 2048)``, at least one.
+
+    A block is 2048 consecutive elements of one tensor; a last, shorter one sends as many, or all if it has no more.
+    Selection happens where the residual is made, in registers: no sample, no threshold, no look at candidates, two
+    launches in all. Every part of every tensor sends its share, so layers cannot compete for entries as they do for
+    ``TopK``'s.
+
+    Args:
+        density: share of entries sent, in [1/2048, 1]; in steps of 1/2048: 0.001 are two of a block. Of a lower density
+            a block's share would be less than one entry. 1 is a dense step.
+        warmup_steps: as of ``TopK``.
+        warmup_densities: as of ``TopK``; each in [1/2048, 1].
+        wire_dtype: as of ``TopK``.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    density: float
+    warmup_steps: int = 0
+    wire_dtype: torch.dtype = torch.float32
+    warmup_densities: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        _check_block_density("BlockTopK: density", self.density)
+        _check_steps("BlockTopK", self.warmup_steps)
+        if self.warmup_densities is not None:
+            densities = _checked_warmup("BlockTopK", self.warmup_densities, self.warmup_steps, _check_block_density)
+            object.__setattr__(self, "warmup_densities", densities)
+        for name in ("density", "warmup_steps"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        _check_wire("BlockTopK", self.wire_dtype)
+
+    def per_block_at(self, step: int) -> int:
+        """How many of a whole block's entries optimizer step ``step`` (from 0) sends."""
+        return round(_density_at(step, self.density, self.warmup_steps, self.warmup_densities) * BLOCK)
+
+
+@dataclass(frozen=True)
 class RandomK:
     """Send entries that chance picks, alike on all ranks: values alone travel, and are summed on the way.
 
@@ -178,6 +202,40 @@ def _check_density(name: str, density: Any) -> None:
         raise ValueError(f"{name} must be in (0, 1], got {density!r}")
 
 
+def _check_block_density(name: str, density: Any) -> None:
+    if not is_number(density) or not 1.0 <= density * BLOCK <= BLOCK:
+        raise ValueError(f"{name} must be in [1/{BLOCK}, 1], at least one entry of every block, got {density!r}")
+
+
+def _check_steps(name: str, steps: Any) -> None:
+    if not is_count(steps):
+        raise ValueError(f"{name}: warmup_steps must be an integer >= 0, got {steps!r}")
+
+
+def _checked_warmup(name: str, densities: Any, steps: int, check: Callable[[str, Any], None]) -> tuple[float, ...]:
+    """The densities of a warm-up as plain numbers."""
+    if isinstance(densities, str) or not isinstance(densities, Iterable):
+        raise TypeError(f"{name}: warmup_densities must be a sequence of densities, got {densities!r}")
+    densities = tuple(plain(d) for d in densities)
+    for density in densities:
+        check(f"{name}: warmup_densities", density)
+    if not 0 < len(densities) <= steps:
+        raise ValueError(
+            f"{name}: warmup_densities must be at least one density, and warmup_steps at least as many, got "
+            f"{len(densities)} densities for {steps!r} steps"
+        )
+    return densities
+
+
+def _density_at(step: int, density: float, warmup_steps: int, densities: Sequence[float] | None) -> float:
+    if step >= warmup_steps:
+        return density
+    if densities is not None:
+        return densities[len(densities) * step // warmup_steps]
+    stage = _WARMUP_STAGES * step // warmup_steps + 1
+    return density ** (stage / (_WARMUP_STAGES + 1))
+
+
 def _check_wire(name: str, wire_dtype: Any) -> None:
     if wire_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
@@ -185,8 +243,8 @@ def _check_wire(name: str, wire_dtype: Any) -> None:
         )
 
 
-SPARSIFIERS = (TopK, Threshold, RandomK)  # entries are selected; what is not sent can stay behind
-Sparsifier = TopK | Threshold | RandomK
+SPARSIFIERS = (TopK, Threshold, BlockTopK, RandomK)  # entries are selected; what is not sent can stay behind
+Sparsifier = TopK | Threshold | BlockTopK | RandomK
 Compressor = Sparsifier | Identity
 
 

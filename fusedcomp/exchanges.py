@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fusedcomp import metrics
 from fusedcomp._dispatch import ops
+from fusedcomp.blocktopk import BlockExchange
 from fusedcomp.buckets import Bucket
 from fusedcomp.checkpoint import Steps
-from fusedcomp.compressors import Compressor, RandomK, Threshold, TopK
+from fusedcomp.compressors import BlockTopK, Compressor, RandomK, Threshold, TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import RANKS_DIFFER
 from fusedcomp.levels import Levels, ShardedExchange
@@ -50,6 +51,12 @@ class Plan:
             return RandomExchange(
                 bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype, sums
             )
+
+        if isinstance(self.compressor, BlockTopK):
+            return BlockExchange(
+                bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype,
+                self.always_sparse, sums,
+            )  # fmt: skip
 
         def make(bucket: Bucket, shared: Shared, seed: Tensor) -> SparseExchange:
             assert isinstance(self.compressor, (TopK, Threshold))

@@ -21,10 +21,11 @@ from fusedcomp.buckets import Bucket, build_bucket
 from fusedcomp.collectives import Group
 from fusedcomp.compressors import TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared
+from fusedcomp.gathered import layout_of
 from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.segments import Operands
 from fusedcomp.sizing import plan_selection
-from fusedcomp.sparse import SparseExchange, layout_of
+from fusedcomp.sparse import SparseExchange
 from fusedcomp.wire import Payload, dense_is_cheaper, dense_numel
 
 

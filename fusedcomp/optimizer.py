@@ -223,11 +223,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
             shared.loss_scale = scale_of(scaler)
             if shared.loss_scale is None:
                 self.fail("this optimizer has a grad_scaler, which scaled no loss: scaler.scale(loss).backward()")
-        warmup, step = getattr(self.param_groups[group]["compressor"], "warmup_steps", 0), self._exchanges.step
+        compressor, step = self.param_groups[group]["compressor"], self._exchanges.step
+        warmup = getattr(compressor, "warmup_steps", 0)
         if step < warmup and self._exchanges.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"a CUDA graph was to be captured in step {step} of TopK's {warmup} warmup_steps; its replays "
-                "would keep this step's density: capture after the warm-up"
+                f"a CUDA graph was to be captured in step {step} of {type(compressor).__name__}'s {warmup} "
+                "warmup_steps; its replays would keep this step's density: capture after the warm-up"
             )
 
     def launch(self, index: int, grads: Sequence[Tensor | None]) -> None:

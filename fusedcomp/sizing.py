@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusedcomp.compressors import TopK
 from fusedcomp.kernels.sample import LENIENCE
+from fusedcomp.kernels.segments import BLOCK
 
 # Sampled entries per scope: 16 are expected among the k largest, so that six standard deviations of their number lie
 # between k and 6 k (docs/decisions/0003-selection-margin.md).
@@ -42,6 +43,11 @@ class Selection(NamedTuple):
 def count_at(density: float, numel: int) -> int:
     """k: ``density * numel`` rounded up, at least 1; a product that is whole but for rounding stays whole."""
     return max(1, min(numel, math.ceil(density * numel * (1.0 - 1e-12))))
+
+
+def count_of_blocks(per_block: int, numels: Sequence[int]) -> int:
+    """Entries where every block of a tensor sends so many, a last, shorter one all if it has no more."""
+    return sum(numel // BLOCK * per_block + min(numel % BLOCK, per_block) for numel in numels)
 
 
 def num_samples(compressor: TopK, numel: int) -> int:

@@ -10,26 +10,21 @@ import torch
 from torch import Tensor
 
 from fusedcomp.buckets import RANK_WEIGHTS, Bucket
-from fusedcomp.buffers import PayloadBuffers, Reduced, sample_table
+from fusedcomp.buffers import PayloadBuffers, sample_table
 from fusedcomp.compressors import Threshold, TopK
-from fusedcomp.exchange import Hyper, Shared
+from fusedcomp.exchange import Shared
+from fusedcomp.gathered import GatheredExchange
 from fusedcomp.kernels.digits import BINS
-from fusedcomp.kernels.headers import FAILED
 from fusedcomp.kernels.refine import SCAN
-from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.memories import Memory
-from fusedcomp.pipeline import CompressedExchange
 from fusedcomp.sizing import NOTHING, THRESHOLD_WIDTH, Adaptive, Scheduled, Selection, Sizing, threshold_key
-from fusedcomp.wire import Payload, PayloadLayout, dense_is_cheaper
 
 
-def layout_of(compressor: TopK | Threshold, segments: Segments, with_norms: bool, k: int) -> PayloadLayout:
-    """What a rank sends for a bucket of these segments if it sends k entries."""
-    return PayloadLayout(len(segments.numels), segments.num_pages, k, with_norms, compressor.wire_dtype)
-
-
-class SparseExchange(CompressedExchange):
+class SparseExchange(GatheredExchange):
     """The entries that ``TopK`` or ``Threshold`` selects."""
+
+    compressor: TopK | Threshold
+    buffers: PayloadBuffers
 
     def __init__(
         self,
@@ -45,9 +40,9 @@ class SparseExchange(CompressedExchange):
         compressed: int,
         ranked: bool,
     ) -> None:
-        super().__init__(bucket, shared, seed, memory, with_momentum, state_dtype, sums)
-        self.compressor, self.always_sparse = compressor, always_sparse
-        self.peers = self.group.world_size  # whose payloads are received whole
+        super().__init__(
+            bucket, shared, seed, compressor, memory, with_momentum, state_dtype, always_sparse, sums
+        )  # fmt: skip
         if ranked:
             self.weights = bucket.add_state(RANK_WEIGHTS).fill_(1.0)
         segments, device = bucket.segments, bucket.device
@@ -74,41 +69,26 @@ class SparseExchange(CompressedExchange):
             self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
             self.sizing = Scheduled(compressor, segments.scope_numels)
         self.selection = NOTHING  # that ``buffers`` are for
-        self.buffers: PayloadBuffers
 
     def _prepare(self, step: int) -> None:
         selection = self.sizing.at(step)
         if selection is not self.selection:
             self.prepare(selection, self._goes_dense(selection.k), None)
 
-    def _layout(self, k: int) -> PayloadLayout:
-        return layout_of(self.compressor, self.bucket.segments, self.trust is not None, k)
-
-    def _goes_dense(self, k: int) -> bool:
-        nbytes, raw = self._layout(k).nbytes, 4 * self.bucket.segments.numel
-        collective = getattr(self.compressor, "collective", "gather")
-        return dense_is_cheaper(nbytes, raw, self.group.world_size, collective) and not self.always_sparse
-
     def prepare(self, selection: Selection, dense: bool, room: Tensor | None) -> None:
         """Buffers for this selection; the same decision on every rank. ``room``: u8, where to receive."""
-        self.selection, self.dense_step = selection, dense
-        if self.reduced is None and (dense or "momentum_buffer" in self.bucket.states):
-            self.reduced = Reduced.allocate(self.bucket, self.trust is not None)
+        self.selection = selection
+        self._set_dense(dense)
         if not dense:
             self.buffers = PayloadBuffers.allocate(
                 self._layout(selection.k), selection, self.peers, self.bucket.device, room
             )  # fmt: skip
 
     def _compress(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
-        payload = self.buffers.payload
         self._find_threshold(numbers)
         self._pass(numbers)
         self._refine()
-        if payload.norms.numel() > 0:
-            self.ops.norms.reduce_norms(self.bucket.segments, self.partials, payload.norms[0].view(2, -1))
-        if failed is not None:
-            payload.header[0, 2] |= failed * FAILED.value
-        self._gather()
+        self._send(failed)
 
     def _find_threshold(self, numbers: dict[str, Any]) -> None:
         """What a candidate must reach: sampled, or the compressor's own."""
@@ -138,10 +118,6 @@ class SparseExchange(CompressedExchange):
             payload.starts[0], payload.indices[0], payload.values[0], payload.header[0],
         )  # fmt: skip
 
-    def _gather(self) -> None:
-        self.work = self.group.all_gather(self.buffers.received, self.buffers.own)
-        self.nbytes = self.buffers.layout.nbytes
-
     def _send_nothing(self) -> None:
         self.buffers.own.zero_()
         self.ops.headers.write_failure(self.seed, self.buffers.payload.header[0])
@@ -152,38 +128,6 @@ class SparseExchange(CompressedExchange):
         super().wait()
         if not self.dense_step:
             self.sizing.note(self.buffers.payloads.header)
-
-    def _arrived(self) -> Payload:
-        """What is applied, with the norms of all ranks."""
-        return self.buffers.payloads
-
-    def _read_sent(self) -> None:
-        verdict = self.shared.verdict
-        self.ops.headers.read_headers(
-            self.buffers.payloads.header, self.status, None if verdict is None else verdict.nonfinite, self.present
-        )
-
-    def _apply_sent(self, hyper: Hyper) -> None:
-        segments, inverse = self.bucket.segments, 1.0 / self.group.world_size
-        payload = self._arrived()
-        # Who had a gradient matters before the update; mostly nobody asks, and the update reads the headers itself,
-        # unless payloads were merged.
-        merged = self.peers < self.group.world_size
-        asks = merged or self.trust is not None or self.bucket.operands.lacking or self.decays_apart
-        if asks:
-            if self.shared.verdict is None:
-                self.read()
-            self.settle(hyper, payload.norms)
-            self.decay(hyper)
-        entries = (payload.starts, payload.indices, payload.values)
-        headers = None if asks or self.shared.verdict is not None else payload.header
-        told = (headers, self.status, self.shared.found_inf, self.present)
-
-        def put(operands: Operands, lr: Tensor) -> None:
-            sums = self.sums if operands is self.bucket.operands else None
-            self.ops.apply.apply_payloads(segments, operands, *entries, lr, *told, sums, inverse_world=inverse)
-
-        self._land(put, hyper)
 
     def metrics(self) -> dict[str, Tensor]:
         """This bucket's share of ``CompressedOptimizer.metrics``."""

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fusedcomp.buffers import Summed
+from fusedcomp.gathered import layout_of
 from fusedcomp.kernels.headers import ENCODING, NON_FINITE
 from fusedcomp.merging import Merger, make_vector
 from fusedcomp.sizing import Selection
-from fusedcomp.sparse import SparseExchange, layout_of
+from fusedcomp.sparse import SparseExchange
 from fusedcomp.wire import Payload, PayloadLayout, dense_numel
 
 

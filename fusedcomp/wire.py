@@ -15,8 +15,8 @@ A sparse payload is one flat buffer of little-endian fields, in this order, padd
     values    f32   k                      in index order; zeros past the last; bf16 or f16 if wire_dtype says so
     indices   u16   k                      index inside the page
 
-The host knows k: TopK's by the density, Threshold's room by the headers of eight steps before (sizing.py). Sizes are
-never exchanged; payloads of equal size differ in k by a few at most.
+The host knows k: TopK's and BlockTopK's by the density, Threshold's room by the headers of eight steps before
+(sizing.py). Sizes are never exchanged; payloads of equal size differ in k by a few at most.
 Ranks whose first or last header word differs from the others' make all ranks raise (docs/decisions/0013-encodings.md).
 A dense buffer is summed, not gathered:
 

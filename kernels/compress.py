@@ -199,7 +199,7 @@ def compress_blocks(
     operands: Operands,
     velocity_in: Tensor | None,
     residual_in: Tensor,
-    places: Tensor,  # i64 (blocks + 1,): every block's first entry in the payload, and their number
+    block_starts: Tensor,  # i64 (blocks + 1,): every block's first entry in the payload, and their number
     trust: Tensor | None,
     scales: Tensor | None,
     seed: Tensor,
@@ -226,7 +226,7 @@ def compress_blocks(
     _launch_pass(
         segments, operands, velocity_in, residual_in, None, None, trust, scales, seed, parity,
         velocity_out, residual_out, values, None, None, partials, flag,
-        accumulate, grad_scale, weight_decay, momentum, places, out_indices, per_block, masking,
+        accumulate, grad_scale, weight_decay, momentum, block_starts, out_indices, per_block, masking,
     )  # fmt: skip
 
 

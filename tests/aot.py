@@ -216,7 +216,7 @@ def arguments(
         "counts": i32(blocks),
         "marks": i32(blocks, WORDS),
         "offsets": i64(blocks + 1),
-        "places": i64(blocks + 1),
+        "block_starts": i64(blocks + 1),
         "keys": i64(sizes.capacity, device=sizes.device),
         "bounds": i64(scopes, 3),
         "near": i64(sizes.capacity, device=sizes.device),

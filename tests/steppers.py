@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fusedcomp
+from fusedcomp.gathered import GatheredExchange
 from fusedcomp.kernels.reference.apply import apply_payloads
 from fusedcomp.kernels.segments import Operands, Segments
 from fusedcomp.sparse import SparseExchange
@@ -25,7 +26,7 @@ def stepper(
     return weight, optimizer, exchange
 
 
-def sent_by(exchange: SparseExchange) -> torch.Tensor:
+def sent_by(exchange: GatheredExchange) -> torch.Tensor:
     """What the payload holds, as a padded dense vector."""
     payload = exchange.buffers.layout.views(exchange.buffers.own.view(1, -1))
     dense = torch.zeros(exchange.bucket.segments.padded_numel)

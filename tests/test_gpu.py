@@ -30,6 +30,18 @@ OPTIMIZERS = {
         p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5, clip_scope="bucket", skip_nonfinite=True
     ),
     "random": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=fusedcomp.RandomK(0.01)),
+    "block": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=fusedcomp.BlockTopK(0.01)),
+    "block_half": lambda p: fusedcomp.SGD(
+        p,
+        lr=0.01,
+        momentum=0.9,
+        compressor=fusedcomp.BlockTopK(0.001, wire_dtype=torch.bfloat16),
+        state_dtype=torch.bfloat16,
+        skip_nonfinite=True,
+    ),
+    "block_warmup": lambda p: fusedcomp.SGD(
+        p, lr=0.01, momentum=0.9, compressor=fusedcomp.BlockTopK(0.01, warmup_steps=12)
+    ),
     "threshold": lambda p: fusedcomp.SGD(
         p, lr=0.01, momentum=0.9, compressor=fusedcomp.Threshold.from_density(0.01), memory=fusedcomp.Residual()
     ),
@@ -152,7 +164,10 @@ def trained(captured: bool, name: str, mixed: bool = False) -> list[torch.Tensor
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["topk", "tensor", "lars", "half", "identity", "residual", "guarded", "clipped"])
+REPLAYED = ["topk", "tensor", "lars", "half", "identity", "residual", "guarded", "clipped", "block", "block_half"]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
 def test_replayed_graph_of_the_whole_step(name: str) -> None:
     """A hundred replays with a changing lr end where a hundred plain steps do, bit for bit."""
     plain, replayed = trained(False, name), trained(True, name)

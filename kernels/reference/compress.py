@@ -126,7 +126,7 @@ def compress_blocks(
     operands: Operands,
     velocity_in: Tensor | None,
     residual_in: Tensor,
-    places: Tensor,
+    block_starts: Tensor,
     trust: Tensor | None,
     scales: Tensor | None,
     seed: Tensor,
@@ -150,7 +150,7 @@ def compress_blocks(
     marks = torch.empty(segments.num_blocks, BLOCK // 32, dtype=torch.int32, device=device)
     nothing = torch.full_like(segments.scope_blocks[1:], (1 << 63) - 1)  # above every key
     compress(
-        segments, operands, velocity_in, residual_in, nothing, trust, scales, seed, parity, velocity_out, residual_out,
+        segments, operands, velocity_in, residual_in, None, nothing, trust, scales, seed, parity, velocity_out, residual_out,
         counts, marks, partials, flag, accumulate=accumulate, grad_scale=grad_scale, weight_decay=weight_decay,
         momentum=momentum,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def compress_blocks(
     for block, (segment, number) in enumerate(segments.block_table.tolist()):
         extent = min(BLOCK, segments.numels[segment] - number * BLOCK)
         index = torch.arange(block * BLOCK, block * BLOCK + extent, device=device)
-        wanted, place = min(per_block, extent), slice(int(places[block]), int(places[block + 1]))
+        wanted, place = min(per_block, extent), slice(int(block_starts[block]), int(block_starts[block + 1]))
         if operands.grads[segment] is None:
             won, sent = index[:wanted], torch.zeros(wanted, device=device).to(values.dtype)
         else:

@@ -1,0 +1,500 @@
+"""BlockTopK: the k largest of every block, kernels against twins, nothing lost, replicas, what is refused."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fusedcomp
+from fusedcomp import BlockTopK, MomentumCorrection, NoMemory, Residual, TopK
+from fusedcomp.blocktopk import BlockExchange
+from fusedcomp.buckets import is_large
+from fusedcomp.buffers import places_of
+from fusedcomp.kernels.accumulate import ACCUMULATE
+from fusedcomp.kernels.headers import FAILED, HEADER_WORDS
+from fusedcomp.kernels.reference.accumulate import ACCUMULATE as ACCUMULATE_TWIN
+from fusedcomp.kernels.reference.keys import selection_key
+from fusedcomp.kernels.segments import BLOCK, PAGE, Segments
+from fusedcomp.sizing import count_of_blocks
+from kernel_cases import POISON, SIZES, Case, build
+from kernel_runs import (
+    DEVICE,
+    KERNELS,
+    STEP,
+    TWINS,
+    TYPES,
+    Modules,
+    halved,
+    i32,
+    same,
+    unread,
+    written,
+)
+from ranks import digest, loss_of, message_of, net, run
+from steppers import sent_by
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+seeds = st.integers(0, 2**31 - 1)
+
+# ---- kernels and twins ---------------------------------------------------------------------------------------------
+
+
+def block_pass(modules: Modules, case: Case, per_block: int, **step: Any) -> dict[str, Tensor]:
+    """The pass and the header; everything written comes back. ``parity``: of two halves the written one."""
+    options = STEP | step
+    segments, operands = case.segments, case.operands()
+    half = options.pop("parity", None)
+    parity = None if half is None else i32(half)
+    residual = halved(case.residual, half)
+    velocity = halved(case.velocity, half) if options["accumulate"] in ("momentum", "nesterov") else None
+    trust = case.trust if options.pop("with_trust", True) else None
+    scales = case.scales if options.pop("with_scales", False) else None
+    masking, wire = options.pop("masking", True), options.pop("wire", torch.float32)
+    places, k = places_of(per_block, segments), count_of_blocks(per_block, segments.numels)
+    assert int(places[-1]) == k
+    out = {
+        "partials": torch.full((segments.num_blocks, 2), POISON, device=DEVICE),
+        "flag": i32(0),
+        "out_indices": torch.full((k,), -7, dtype=torch.int16, device=DEVICE),
+        "values": torch.full((k,), POISON, dtype=wire, device=DEVICE),
+        "header": torch.full((HEADER_WORDS + -(-len(segments.numels) // 32),), -7, dtype=torch.int32, device=DEVICE),
+    }
+    modules["compress"].compress_blocks(
+        segments, operands, velocity, residual, places, trust, scales, case.seed, parity, velocity, residual,
+        out["out_indices"], out["values"], out["partials"], out["flag"],
+        **options, per_block=per_block, masking=masking,
+    )  # fmt: skip
+    out["flag_before_header"] = out["flag"].clone()
+    modules["headers"].write_header(operands, out["flag"], case.seed, out["header"], entries=k, wire_dtype=wire)
+    unread(case.residual, residual, half)
+    out |= {"residual": written(residual, half), "velocity": case.velocity, "seed": case.seed, "places": places}
+    if velocity is not None:
+        unread(case.velocity, velocity, half)
+        out["velocity"] = written(velocity, half)
+    return out
+
+
+def both(case: Case, per_block: int, **step: Any) -> dict[str, Tensor]:
+    twin = block_pass(TWINS, case.copy(), per_block, **step)
+    fast = block_pass(KERNELS, case.copy(), per_block, **step)
+    same(fast, twin)
+    return fast
+
+
+@pytest.mark.parametrize("per_block", [1, 2, 8, 9, 205])
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(size: str, per_block: int) -> None:
+    both(build(SIZES[size], device=DEVICE, shift=1), per_block)
+
+
+@pytest.mark.parametrize("per_block", [2, 33])
+@pytest.mark.parametrize("accumulate", ACCUMULATE)
+@pytest.mark.parametrize("options", [
+    {},
+    {"masking": False, "parity": 0, "with_trust": False},
+    {"parity": 1, "with_scales": True, "weight_decay": 0.0},
+    {"grad_scale": -1.0, "with_trust": False, "weight_decay": 0.0},
+], ids=["trust", "unmasked", "scaled", "plain"])  # fmt: skip
+def test_options(accumulate: str, options: dict[str, Any], per_block: int) -> None:
+    both(build(SIZES["mixed"], device=DEVICE, missing=(3,)), per_block, accumulate=accumulate, **options)
+
+
+@pytest.mark.parametrize("per_block", [2, 33])
+@pytest.mark.parametrize("wire", TYPES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_types(state_dtype: torch.dtype, dtype: torch.dtype, wire: torch.dtype, per_block: int) -> None:
+    case = build(SIZES["mixed"], device=DEVICE, dtype=dtype, state_dtype=state_dtype, missing=(1,))
+    both(case, per_block, wire=wire, parity=1)
+
+
+@pytest.mark.parametrize("per_block", [1, 2, 8, 9, 2000, 2048])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("values", ["ties", "zeros"])
+def test_of_equal_magnitudes_the_hash_decides(values: str, state_dtype: torch.dtype, per_block: int) -> None:
+    """Down to blocks that are zero all over: still so many entries, all distinct."""
+    case = build((2048, 2049, 5), device=DEVICE, values="ties", state_dtype=state_dtype)
+    if values == "zeros":
+        case.residual.zero_()
+        case.grads = [torch.zeros_like(g) for g in case.grads if g is not None]
+    out = both(case, per_block, accumulate="residual", with_trust=False, weight_decay=0.0)
+    for first, last in zip(out["places"][:-1], out["places"][1:], strict=True):
+        index = out["out_indices"][first:last].int() & 0xFFFF
+        assert (index.diff() > 0).all()
+
+
+@pytest.mark.parametrize("values", ["nan", "inf"])
+@pytest.mark.parametrize("wire", TYPES)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("per_block", [2, 9])
+def test_what_is_not_finite_is_told_and_sent(
+    per_block: int, state_dtype: torch.dtype, wire: torch.dtype, values: str
+) -> None:
+    case = build((2049, 5000), device=DEVICE, values=values, state_dtype=state_dtype)
+    out = both(case, per_block, wire=wire)
+    assert int(out["flag_before_header"]) == 1
+    assert int(out["header"][2]) == 1
+    assert int((~out["values"].float().isfinite()).sum()) == 1
+    assert out["residual"].isfinite().all()  # what was not finite has gone whole
+
+
+def test_a_residual_that_rounding_makes_infinite_is_told() -> None:
+    """The largest fp32 is beyond bf16: found by the look at what is kept, not at the gradient."""
+    case = build((2048,), device=DEVICE, state_dtype=torch.bfloat16)
+    case.residual.zero_()
+    case.grads = [torch.full((2048,), 3.4028234e38, device=DEVICE)]
+    out = both(case, 2, accumulate="residual", with_trust=False, weight_decay=0.0)
+    assert int(out["flag_before_header"]) == 1
+
+
+def test_without_a_gradient_zeros_go_to_distinct_places_and_states_stay() -> None:
+    case = build((2049, 70001, 3), device=DEVICE, missing=(1,))
+    out = both(case, 9)
+    blocks = slice(int(case.segments.first_blocks[1]), int(case.segments.first_blocks[2]) + 1)
+    places, where = out["places"][blocks], case.segments.slices[1]
+    assert not out["values"][places[0] : places[-1]].any()
+    for number, (first, last) in enumerate(zip(places[:-1].tolist(), places[1:].tolist(), strict=True)):
+        block = blocks.start + number
+        expected = torch.arange(last - first, device=DEVICE) + block * BLOCK % PAGE
+        assert torch.equal(out["out_indices"][first:last].int() & 0xFFFF, expected.int())
+    assert torch.equal(out["residual"][where], case.residual[where])
+    assert torch.equal(out["velocity"][where], case.velocity[where])
+    assert int(out["header"][HEADER_WORDS]) == 0b101
+
+
+@given(seed=seeds, per_block=st.integers(1, 64), half=st.booleans())
+def test_the_set_is_that_of_the_selection_keys(seed: int, per_block: int, half: bool) -> None:
+    """Against torch.topk of each block's keys, ties and all; where magnitudes are distinct, of those."""
+    case = build((2048, 700), state_dtype=torch.bfloat16 if half else torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for where in case.segments.slices:
+        case.residual[where] = torch.randn(where.stop - where.start, generator=generator)
+    case.grads = [torch.zeros_like(p) for p in case.params]
+    before, step = case.residual.clone(), case.seed.clone()
+    out = block_pass(TWINS, case, per_block, accumulate="residual", with_trust=False, weight_decay=0.0)
+    for block, where in enumerate(case.segments.slices):
+        index = torch.arange(where.start, where.stop)
+        mine = slice(int(out["places"][block]), int(out["places"][block + 1]))
+        sent = out["out_indices"][mine].int()  # both are on the first page
+        k = min(per_block, where.stop - where.start)
+        keys = selection_key(before[where].float(), index, step, half)
+        assert torch.equal(sent.long(), index[keys.topk(k).indices].sort().values)
+        magnitudes = before[where].float().abs()
+        if magnitudes.unique().numel() == magnitudes.numel():
+            assert torch.equal(sent.long(), index[magnitudes.topk(k).indices].sort().values)
+
+
+# ---- what a step does ----------------------------------------------------------------------------------------------
+
+
+def stepper(
+    shape: tuple[int, ...], compressor: Any, memory: Any, momentum: float = 0.0, **more: Any
+) -> tuple[nn.Parameter, fusedcomp.SGD, BlockExchange]:
+    """A weight of zeros that is always compressed, its optimizer and exchange."""
+    weight = nn.Parameter(torch.zeros(shape))
+    optimizer = fusedcomp.SGD(
+        [weight], lr=1.0, momentum=momentum, compressor=compressor, memory=memory, _always_sparse=True, **more
+    )
+    (exchange,) = optimizer._exchanges
+    assert isinstance(exchange, BlockExchange)
+    return weight, optimizer, exchange
+
+
+shapes = st.tuples(st.integers(1, 90), st.integers(1, 90))
+densities = st.floats(1 / 2048, 1.0)
+wires = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@given(shape=shapes, density=densities, seed=seeds, nesterov=st.booleans(), wire=wires)
+def test_nothing_is_lost_in_a_step(
+    shape: tuple[int, int], density: float, seed: int, nesterov: bool, wire: torch.dtype
+) -> None:
+    """fl(residual + update) == sent + kept, bit for bit; masked exactly where sent; of every block its share."""
+    generator = torch.Generator().manual_seed(seed)
+    weight, optimizer, exchange = stepper(shape, BlockTopK(density, wire_dtype=wire), MomentumCorrection(), 0.9)
+    optimizer.param_groups[0]["nesterov"] = nesterov
+    k = round(density * 2048)
+    for _ in range(3):
+        velocity, residual = exchange.velocity.clone(), exchange.residual.clone()
+        weight.grad = torch.randn(shape, generator=generator)
+        grad = torch.zeros_like(residual)
+        grad[: weight.numel()] = weight.grad.view(-1)
+        optimizer.step()
+        name = "nesterov" if nesterov else "momentum"
+        new_velocity, accumulated = ACCUMULATE_TWIN[name](grad, velocity, residual, 0.9)
+        sent, kept = sent_by(exchange), exchange.residual
+        assert torch.equal(sent + kept, accumulated)
+        assert torch.equal(exchange.velocity, torch.where(sent != 0, torch.zeros(()), new_velocity))
+        chosen = (sent != 0).view(-1, BLOCK).sum(1)
+        extents = [min(BLOCK, weight.numel() - start) for start in range(0, weight.numel(), BLOCK)]
+        assert chosen.tolist() == [min(k, extent) for extent in extents]
+        if wire == torch.float32:
+            assert not (sent * kept).any()
+
+
+@given(shape=shapes, density=densities, seed=seeds)
+def test_a_step_contracts_every_block(shape: tuple[int, int], density: float, seed: int) -> None:
+    """|after|^2 <= (1 - k / n) |before|^2 in every block of n elements, by float64; the roundings of a sum aside."""
+    weight, optimizer, exchange = stepper(shape, BlockTopK(density), Residual())
+    weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) ** 3
+    before = torch.zeros_like(exchange.residual)
+    before[: weight.numel()] = weight.grad.view(-1)
+    optimizer.step()
+    for block, (mine, kept) in enumerate(zip(before.split(BLOCK), exchange.residual.split(BLOCK), strict=True)):
+        extent = min(BLOCK, weight.numel() - block * BLOCK)
+        share = min(round(density * 2048), extent) / extent
+        assert kept.double().square().sum() <= (1.0 - share) * mine.double().square().sum() * (1 + 1e-12)
+
+
+@given(density=densities, seed=seeds, momentum=st.sampled_from([0.0, 0.5]))
+def test_nothing_is_lost_over_a_run(density: float, seed: int, momentum: float) -> None:
+    """Dyadic data, bit for bit: what went in is in the weights or still in the residual."""
+    generator = torch.Generator().manual_seed(seed)
+    memory = MomentumCorrection(masking=False) if momentum else Residual()
+    weight, optimizer, _ = stepper((64, 50), BlockTopK(density), memory, momentum)
+    total, velocity = torch.zeros(64, 50), torch.zeros(64, 50)
+    for _ in range(6):
+        weight.grad = torch.randint(-8, 9, weight.shape, generator=generator).float()
+        velocity = velocity * momentum + weight.grad
+        total += velocity
+        optimizer.step()
+    assert torch.equal(optimizer.state[weight]["residual"] - weight.detach(), total)
+
+
+def test_without_memory_the_rest_is_dropped() -> None:
+    weight, optimizer, _ = stepper((64, 64), BlockTopK(2 / 2048), NoMemory())
+    weight.grad = torch.randn(64, 64)
+    expected = torch.zeros(2, BLOCK)
+    grad = weight.grad.view(2, BLOCK)
+    index = grad.abs().topk(2).indices
+    expected.scatter_(1, index, -grad.gather(1, index))
+    optimizer.step()
+    assert torch.equal(weight.detach().view(2, BLOCK), expected)
+
+
+def test_momentum_behind_the_exchange_is_dense() -> None:
+    """With everything sent it is torch's SGD, dense as it then is or as a payload."""
+    for more in ({}, {"_always_sparse": True}):
+        weight, reference = nn.Parameter(torch.zeros(64, 50)), nn.Parameter(torch.zeros(64, 50))
+        options = {"lr": 0.1, "momentum": 0.9}
+        optimizer = fusedcomp.SGD([weight], compressor=BlockTopK(1.0), memory=Residual(), **options, **more)
+        plain = torch.optim.SGD([reference], **options)
+        for _ in range(5):
+            weight.grad = torch.randn(64, 50)
+            reference.grad = weight.grad.clone()
+            optimizer.step()
+            plain.step()
+        assert optimizer._exchanges[0].dense_step != bool(more)
+        torch.testing.assert_close(weight, reference)
+
+
+def test_the_warm_up_changes_what_a_block_sends() -> None:
+    compressor = BlockTopK(2 / 2048, warmup_steps=4, warmup_densities=[1.0, 0.01])
+    assert [compressor.per_block_at(step) for step in range(6)] == [2048, 2048, 20, 20, 2, 2]
+    assert [BlockTopK(0.001, warmup_steps=4).per_block_at(step) for step in range(5)] == [514, 129, 32, 8, 2]
+    weight = nn.Parameter(torch.zeros(3, BLOCK))
+    optimizer = fusedcomp.SGD([weight], lr=1.0, compressor=compressor)
+    sent = []
+    for _ in range(6):
+        weight.grad = torch.randn(3, BLOCK)
+        optimizer.step()
+        sent.append(int(optimizer.metrics()["nnz"]))
+    assert sent == [3 * k for k in (2048, 2048, 20, 20, 2, 2)]
+
+
+@given(numels=st.lists(st.integers(1, 9000), min_size=1, max_size=4), per_block=st.integers(1, 2048))
+def test_places_are_those_of_the_count(numels: list[int], per_block: int) -> None:
+    segments = Segments.build(numels, torch.device("cpu"))
+    places = places_of(per_block, segments).tolist()
+    assert places[0] == 0
+    assert places[-1] == count_of_blocks(per_block, numels)
+    extents = [min(BLOCK, n - start) for n in numels for start in range(0, n, BLOCK)]
+    assert [b - a for a, b in pairwise(places)] == [min(per_block, extent) for extent in extents]
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "corrected": {"compressor": BlockTopK(0.01), "momentum": 0.9, "weight_decay": 1e-2},
+    "nesterov": {"compressor": BlockTopK(0.02, wire_dtype=torch.float16), "momentum": 0.9, "nesterov": True},
+    "behind": {"compressor": BlockTopK(0.01), "memory": Residual(), "momentum": 0.9},
+    "half": {
+        "compressor": BlockTopK(0.01, wire_dtype=torch.bfloat16), "momentum": 0.9, "state_dtype": torch.bfloat16
+    },
+    "lars": {"cls": fusedcomp.LARS, "compressor": BlockTopK(0.01), "momentum": 0.9},
+    "guarded": {
+        "compressor": BlockTopK(0.01), "momentum": 0.9, "max_grad_norm": 0.5, "clip_scope": "bucket",
+        "skip_nonfinite": True,
+    },
+    "warm": {"compressor": BlockTopK(0.002, warmup_steps=6), "momentum": 0.9, "decay": "decoupled"},
+}  # fmt: skip
+
+
+def make(model: nn.Module, name: str) -> fusedcomp.SGD:
+    options = {"lr": 0.05, "bucket_cap_mb": 0.05} | CONFIGS[name]
+    return options.pop("cls", fusedcomp.SGD)(model.parameters(), **options)
+
+
+def _resume(rank: int, world: int, name: str) -> list[bytes]:
+    """Replicas agree after every step; a second run that starts from a checkpoint in the middle ends with the same."""
+    model, again = net(), net(1)
+    optimizer, resumed = make(model, name), make(again, name)
+    assert any(isinstance(e, BlockExchange) for e in optimizer._exchanges)
+    digests = []
+    for number in range(10):
+        if number == 5:
+            again.load_state_dict(model.state_dict())
+            resumed.load_state_dict(optimizer.state_dict())
+        for m, o in ((model, optimizer), (again, resumed)):
+            if o is resumed and number < 5:
+                continue
+            o.zero_grad()
+            loss_of(m, rank, number).backward()
+            o.step()
+        digests.append(digest(model))
+    assert digest(model) == digest(again)
+    return digests
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replicas_and_resume_are_bit_exact(name: str) -> None:
+    first, *others = run(_resume, 2, name)
+    assert all(other == first for other in others)
+
+
+def test_four_replicas() -> None:
+    first, *others = run(_resume, 4, "corrected")
+    assert all(other == first for other in others)
+
+
+def _mean_of_ranks(rank: int, world: int) -> int:
+    """Against a simulation of all ranks by torch.topk of every block, bit for bit on dyadic data."""
+    weight, optimizer, _ = stepper((3, BLOCK), BlockTopK(3 / 2048), Residual())
+    generator = torch.Generator().manual_seed(0)
+    residuals, expected = torch.zeros(world, 3, BLOCK), torch.zeros(3, BLOCK)
+    for _ in range(8):
+        # Distinct magnitudes, whose means over 2 or 4 ranks are exact.
+        order = torch.stack([torch.randperm(3 * BLOCK, generator=generator) for _ in range(world)])
+        gradients = (order + 1.0).view(world, 3, BLOCK)
+        weight.grad = gradients[rank].clone()
+        optimizer.step()
+        residuals += gradients
+        index = residuals.abs().topk(3).indices
+        for r in range(world):
+            sent = torch.zeros(3, BLOCK).scatter_(1, index[r], residuals[r].gather(1, index[r]))
+            expected -= sent / world
+            residuals[r] -= sent
+        assert torch.equal(weight.detach(), expected)
+    everyone = [b""] * world
+    dist.all_gather_object(everyone, weight.detach().numpy().tobytes())
+    assert len(set(everyone)) == 1
+    return int(optimizer.metrics()["bytes_sent"])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_apply_the_mean_of_what_is_largest_in_every_block(world: int) -> None:
+    assert run(_mean_of_ranks, world) == [-(-(4 * 4 + 4 + 4 * 2 + 6 * 9) // 16) * 16] * world
+
+
+def _absent(rank: int, world: int) -> tuple[bytes, list[bytes]]:
+    """Rank 1 has no gradient of one weight, nobody any of another: states there as if its gradient were 0, or as is."""
+    weights = [nn.Parameter(torch.ones(50, 50)) for _ in range(3)]
+    optimizer = fusedcomp.SGD(weights, lr=0.1, momentum=0.9, compressor=BlockTopK(0.01))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        for number, weight in enumerate(weights):
+            weight.grad = None
+            if number == 0 or (number == 1 and rank == 0):
+                weight.grad = torch.randn(50, 50, generator=generator)
+        optimizer.step()
+    assert torch.equal(weights[2].detach(), torch.ones(50, 50))
+    assert (weights[1] != 1).any()
+    states = optimizer.state[weights[1]] if rank == 1 else {}
+    assert not any(value.any() for value in states.values() if isinstance(value, Tensor))
+    return b"".join(w.detach().numpy().tobytes() for w in weights), []
+
+
+def test_segments_without_a_gradient() -> None:
+    first, second = run(_absent, 2)
+    assert first == second
+
+
+def _a_rank_fails(rank: int, world: int, guarded: bool) -> tuple[list[str], bytes]:
+    """In step 3 rank 1's backward raises half-way: of what was not launched it sends nothing, and the run goes on."""
+    model = net()
+    optimizer = make(model, "guarded" if guarded else "corrected")
+    first = next(p for p in model.parameters() if is_large(p))
+    (exchange,) = [e for e in optimizer._exchanges if any(p is first for p in e.bucket.params)]
+    messages = []
+    for number in range(7):
+        optimizer.zero_grad()
+        if number == 3 and rank == 1:
+            handle = first.register_hook(_fail)
+            message = message_of(lambda n=number: loss_of(model, rank, n).backward())
+            assert "no gradient today" in message
+            messages.append(message_of(optimizer.zero_grad))
+            handle.remove()
+            payload = exchange.buffers.payload
+            assert int(payload.header[0, 2]) == FAILED.value
+            assert not payload.values.any()
+            assert int(payload.starts[0, -1]) == exchange.count > 0
+            continue
+        loss_of(model, rank, number).backward()
+        messages.append(message_of(optimizer.step))
+    return messages, digest(model)
+
+
+def _fail(grad: Tensor) -> Tensor:
+    raise ValueError("no gradient today")
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_failing_rank(guarded: bool) -> None:
+    innocent, guilty = run(_a_rank_fails, 2, guarded)
+    assert innocent[1] == guilty[1]
+    assert "another rank failed" in innocent[0][3]
+    assert [m for n, m in enumerate(innocent[0]) if n != 3] == ["nothing was raised"] * 6
+    assert [m for n, m in enumerate(guilty[0]) if n != 3] == ["nothing was raised"] * 6
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments() -> None:
+    for density in (0.0, 1 / 2049, 1.5, True, None, float("nan")):
+        assert message_of(lambda density=density: BlockTopK(density)) == (
+            f"ValueError: BlockTopK: density must be in [1/2048, 1], at least one entry of every block, got {density!r}"
+        )
+    assert "BlockTopK: warmup_steps must be an integer >= 0, got -1" in message_of(lambda: BlockTopK(0.01, -1))
+    message = message_of(lambda: BlockTopK(0.01, 2, warmup_densities=[0.1, 0.0001]))
+    assert "warmup_densities must be in [1/2048, 1], at least one entry of every block, got 0.0001" in message
+    assert "BlockTopK: wire_dtype must be" in message_of(lambda: BlockTopK(0.01, wire_dtype=torch.int8))
+    assert BlockTopK(1 / 2048).per_block_at(0) == 1
+
+
+def test_fp16_on_the_wire_does_not_go_with_bf16_states() -> None:
+    weight = nn.Parameter(torch.zeros(64, 64))
+    compressor = BlockTopK(0.01, wire_dtype=torch.float16)
+    message = message_of(lambda: fusedcomp.SGD([weight], 0.1, compressor=compressor, state_dtype=torch.bfloat16))
+    assert "wire_dtype=torch.float16 cannot go with state_dtype=torch.bfloat16" in message
+
+
+def test_lars_takes_norms_along() -> None:
+    """The same trust ratios as with TopK: both send the norms of whole gradients."""
+    weights = [nn.Parameter(torch.ones(64, 50)) for _ in range(2)]
+    optimizers = [
+        fusedcomp.LARS([weight], lr=1.0, momentum=0.0, compressor=compressor, memory=Residual())
+        for weight, compressor in zip(weights, (BlockTopK(0.05), TopK(0.05)), strict=True)
+    ]
+    for _ in range(3):
+        gradient = torch.randn(64, 50)
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+    norms = [optimizer._exchanges[0].bucket.norms for optimizer in optimizers]
+    torch.testing.assert_close(norms[0][0], norms[1][0], rtol=1e-5, atol=0.0)
