@@ -9,7 +9,21 @@ from types import SimpleNamespace
 
 import torch
 
-from fusedcomp.kernels import apply, clip, compress, decay, dense, draws, headers, merge, norms, refine, sample, verdict
+from fusedcomp.kernels import (
+    apply,
+    clip,
+    compress,
+    decay,
+    dense,
+    draws,
+    headers,
+    merge,
+    norms,
+    refine,
+    sample,
+    shares,
+    verdict,
+)
 from fusedcomp.kernels.reference import apply as apply_twin
 from fusedcomp.kernels.reference import clip as clip_twin
 from fusedcomp.kernels.reference import compress as compress_twin
@@ -21,6 +35,7 @@ from fusedcomp.kernels.reference import merge as merge_twin
 from fusedcomp.kernels.reference import norms as norms_twin
 from fusedcomp.kernels.reference import refine as refine_twin
 from fusedcomp.kernels.reference import sample as sample_twin
+from fusedcomp.kernels.reference import shares as shares_twin
 from fusedcomp.kernels.reference import verdict as verdict_twin
 
 _KERNELS = SimpleNamespace(
@@ -35,6 +50,7 @@ _KERNELS = SimpleNamespace(
     norms=norms,
     refine=refine,
     sample=sample,
+    shares=shares,
     verdict=verdict,
 )
 _TWINS = SimpleNamespace(
@@ -49,6 +65,7 @@ _TWINS = SimpleNamespace(
     norms=norms_twin,
     refine=refine_twin,
     sample=sample_twin,
+    shares=shares_twin,
     verdict=verdict_twin,
 )
 

@@ -36,13 +36,22 @@ _RECORDS = {
 }
 
 
-def encode(state_dict: dict[str, Any], group: Group, steps: Steps) -> dict[str, Any]:
-    """Records become dicts; rank, world size and steps are noted in every param group."""
+def encode(
+    state_dict: dict[str, Any], group: Group, steps: Steps, shares: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Records become dicts; rank, world size and steps are noted in every param group, shares in the first."""
     for packed in state_dict["param_groups"]:
         packed["compressor"] = encode_record(packed["compressor"])
         packed["memory"] = encode_record(packed["memory"])
         packed["fusedcomp"] = _origin(group, steps)
+    for packed in state_dict["param_groups"][:1] if shares else []:
+        packed["fusedcomp"]["shares"] = list(shares)
     return state_dict
+
+
+def shares_of(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What buckets shared; nothing where they shared nothing."""
+    return [shares for packed in state_dict["param_groups"] for shares in packed.get("fusedcomp", {}).get("shares", ())]
 
 
 def decode(
@@ -81,7 +90,7 @@ def decode(
     return {**state_dict, "param_groups": saved}, _steps(origin), own
 
 
-def _origin(group: Group, steps: Steps) -> dict[str, int]:
+def _origin(group: Group, steps: Steps) -> dict[str, Any]:
     place = {"version": CHECKPOINT_VERSION, "rank": group.rank, "world_size": group.world_size}
     return {**place, "step": steps.taken, "skipped": steps.skipped}
 

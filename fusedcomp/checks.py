@@ -122,6 +122,11 @@ def hook(given: Mapping[str, Any], max_grad_norm: Any, clip_scope: Any, skip_non
     memory_goes_with(name, given["compressor"], given["memory"], given["state_dtype"])
     if isinstance(given["memory"], MomentumCorrection) and not given["momentum"] > 0:
         raise ValueError(f"{name}: MomentumCorrection() needs momentum > 0, got {given['momentum']!r}")
+    if getattr(given["compressor"], "scope", None) == "model":
+        raise NotImplementedError(
+            f"{name} takes scope='bucket' or 'tensor' alone, got 'model': DDP hands over its buckets one by one, and "
+            "the first is sent before the others are known"
+        )
     clip(max_grad_norm, clip_scope)
     flag("skip_nonfinite", skip_nonfinite)
     scaler = given["grad_scaler"]
@@ -224,6 +229,11 @@ def levels(group: Mapping[str, Any], name: Callable[[Tensor], str]) -> None:
         raise NotImplementedError(
             "process_group=(intra_node, inter_node) takes collective='gather' alone, got "
             f"{group['compressor'].collective!r}"
+        )
+    if group["compressor"].scope == "model":
+        raise NotImplementedError(
+            "process_group=(intra_node, inter_node) takes scope='bucket' or 'tensor' alone, got 'model': a rank knows "
+            "the headers of its own shards"
         )
     if group["momentum"] > 0 and not isinstance(group["memory"], MomentumCorrection):
         raise NotImplementedError(

@@ -39,8 +39,9 @@ class TopK:
         selection: ``"exact"`` sends exactly the k largest. ``"sampled"`` (DGC's) puts the sampled threshold nearer to k
             and sends the k largest of what passes: about half the candidates, and in one step of a hundred somewhat
             fewer than k entries.
-        scope: what the selection ranks over, ``"bucket"`` or ``"tensor"``. It changes results. ``"tensor"`` does not
-            depend on bucket sizes; ``"bucket"`` lets layers compete and reached higher accuracy in our trials.
+        scope: what selection ranks over: ``"bucket"``, ``"tensor"`` or ``"model"``. It changes results. ``"tensor"``
+            does not depend on bucket sizes; ``"bucket"`` lets layers compete and reached higher accuracy in our trials;
+            ``"model"`` lets them compete across buckets too, whose shares follow what entries reached some steps ago.
         wire_dtype: type of the values sent: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``. Two bytes
             instead of four; what rounding loses stays in the residual, bit for bit. A value beyond what the type holds
             (65504 in fp16) is sent as its largest and the rest stays, exactly below 2**29. One below what the type
@@ -71,8 +72,8 @@ class TopK:
             object.__setattr__(self, name, plain(getattr(self, name)))
         if self.selection not in ("exact", "sampled"):
             raise ValueError(f"TopK: selection must be 'exact' or 'sampled', got {self.selection!r}")
-        if self.scope not in ("bucket", "tensor"):
-            raise ValueError(f"TopK: scope must be 'bucket' or 'tensor', got {self.scope!r}")
+        if self.scope not in ("bucket", "tensor", "model"):
+            raise ValueError(f"TopK: scope must be 'bucket', 'tensor' or 'model', got {self.scope!r}")
         _check_wire("TopK", self.wire_dtype)
         if self.collective not in ("gather", "tree"):
             raise ValueError(f"TopK: collective must be 'gather' or 'tree', got {self.collective!r}")

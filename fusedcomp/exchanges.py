@@ -7,8 +7,9 @@ host in pinned memory, which it reads without waiting.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from fusedcomp.levels import Levels, ShardedExchange
 from fusedcomp.memories import Memory
 from fusedcomp.pipeline import DenseExchange
 from fusedcomp.randomk import RandomExchange
+from fusedcomp.shares import Shares
 from fusedcomp.sparse import SparseExchange
 from fusedcomp.tree import TreeExchange
 
@@ -101,6 +103,7 @@ class Exchanges(Sequence[Exchange]):
         # By address, for indexing a tensor takes 30 microseconds of every step.
         self._said = (ctypes.c_int32 * 3).from_address(shared.status.data_ptr())
         self._members: list[Exchange] = []
+        self._shares: list[Shares] = []
         self._concluded = torch.cuda.Event() if device.type == "cuda" else None
 
     def __len__(self) -> int:
@@ -121,6 +124,24 @@ class Exchanges(Sequence[Exchange]):
             self.shared.squares = torch.zeros(sum(counts), dtype=torch.float32, device=self.device)
             for exchange, part in zip(self, self.shared.squares.split(counts), strict=True):
                 exchange.squares = part
+        self._shares = list(self._share_out())
+
+    def _share_out(self) -> Iterator[Shares]:
+        """Where selections rank over the whole model: one for the buckets of each compressor."""
+        members: dict[TopK, list[SparseExchange]] = {}
+        for exchange in self:
+            compressor = getattr(exchange, "compressor", None)
+            if isinstance(exchange, SparseExchange) and isinstance(compressor, TopK) and compressor.scope == "model":
+                members.setdefault(compressor, []).append(exchange)
+        for compressor, those in members.items():
+            limits = {exchange: limit for exchange in those if (limit := exchange.limit) > 0}
+            if not limits:
+                continue
+            numels = [exchange.bucket.segments.numel for exchange in limits]
+            shares = Shares(compressor, numels, list(limits.values()), self.shared.group.world_size, self.device)
+            for number, exchange in enumerate(limits):
+                exchange.join(shares, number)
+            yield shares
 
     def new_seed(self) -> Tensor:
         """The device's own count of steps, for one bucket."""
@@ -158,6 +179,8 @@ class Exchanges(Sequence[Exchange]):
             if hyper_of is not None:
                 exchange.apply(hyper_of(exchange.bucket))
             exchange.bucket.operands.release()
+        for shares in self._shares:
+            shares.meet(self.shared.found_inf)
         self.step += 1
 
     def _wait(self, exchange: Exchange, name_of: Callable[[Tensor], str]) -> None:
@@ -213,6 +236,15 @@ class Exchanges(Sequence[Exchange]):
         """How far the run is, replays of a CUDA graph counted; asks the device."""
         taken = int(self._members[0].seed) if self._members else self.step - self._begun.skipped
         return Steps(taken, self.skipped)
+
+    def shares(self) -> list[dict[str, Any]]:
+        """What buckets share, as plain data; asks the device."""
+        return [shares.state() for shares in self._shares]
+
+    def restore(self, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what was shared; of other buckets it is of no use."""
+        for shares, state in zip(self._shares, kept, strict=False):
+            shares.restore(state)
 
     def normalise(self) -> None:
         """Let the first half of the states be the one that holds: for whoever looks at them from outside."""

@@ -128,8 +128,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         )  # fmt: skip
         self._exchanges = Exchanges(shared, device, begun)
 
-    def _build(self, kept: dict[Tensor, dict[str, Any]]) -> None:
-        """Plan the buckets anew, taking over per-parameter states; hooks, buffers and views follow."""
+    def _build(self, kept: dict[Tensor, dict[str, Any]], shares: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Plan the buckets anew, taking over per-parameter states and shares; hooks, buffers and views follow."""
+        shares = self._exchanges.shares() if shares is None else shares
         if hasattr(self, "_backward"):
             self._backward.remove_hooks()
         self._exchanges.normalise()  # ``kept`` may be views of it
@@ -148,6 +149,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         numel = max((b.segments.padded_numel for b in narrow), default=0)
         sums = torch.zeros(numel, dtype=torch.float32, device=device)
         self._exchanges.plan([self._exchange(b, sums if b in narrow else None) for b in self._buckets])
+        self._exchanges.restore(shares)
         holders = [exchange.kept for exchange in self._exchanges]
         copy_states(holders, kept)
         self.state.clear()
@@ -373,7 +375,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         Residual and velocity of this rank are its own; the dict records rank, world size and steps. Nothing changes.
         """
         self._exchanges.normalise()
-        return checkpoint.encode(super().state_dict(), self._group, self._exchanges.steps())
+        return checkpoint.encode(super().state_dict(), self._group, self._exchanges.steps(), self._exchanges.shares())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of the same rank gave; also a torch.optim.SGD checkpoint.
@@ -401,11 +403,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
             for packed, group in zip(decoded["param_groups"], self.param_groups, strict=True)
             for key, param in zip(packed["params"], group["params"], strict=True)
         }
-        self._build(checkpoint.adopt(loaded, keep_residual=own))
+        self._build(checkpoint.adopt(loaded, keep_residual=own), checkpoint.shares_of(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         self._exchanges.normalise()
-        return {**super().__getstate__(), "_settings": self._settings, "_steps": self._exchanges.steps()}
+        exchanges = self._exchanges
+        return {
+            **super().__getstate__(), "_settings": self._settings, "_steps": exchanges.steps(),
+            "_shares": exchanges.shares(),
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -415,7 +421,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         # A copy goes on in its original's group; making one would need all ranks.
         self._group, self._levels = state.get("_ranks") or resolve(self._settings.process_group)
         self._share(self.__dict__.pop("_steps"))
-        self._build(dict(self.state))
+        self._build(dict(self.state), self.__dict__.pop("_shares"))
         self._ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedOptimizer":

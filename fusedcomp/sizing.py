@@ -56,16 +56,21 @@ def num_samples(compressor: TopK, numel: int) -> int:
 
 
 def plan_selection(compressor: TopK, scope_numels: Sequence[int], density: float) -> Selection:
-    """k, sample rank and candidate capacity for every scope.
+    """k, sample rank and candidate capacity for every scope, which all have the same density."""
+    return selection_of(compressor, scope_numels, [count_at(density, numel) for numel in scope_numels])
+
+
+def selection_of(compressor: TopK, scope_numels: Sequence[int], ks: Sequence[int]) -> Selection:
+    """Sample rank and candidate capacity for every scope, for its k.
 
     Of s samples, m = k s / n are expected among the k largest. The threshold is the sample of rank m + 6 sqrt(m) + 6
     (``"sampled"``: 2 in place of 6): fewer than k candidates would need that many samples above the k-th entry. The
     capacity has the margin of 6 upward,
     beyond the quarter that cutting the threshold to few bits may let through (sample.py).
     """
-    ks, ranks, aims, capacity = [], [], [], 0
-    for numel in scope_numels:
-        k, samples = count_at(density, numel), num_samples(compressor, numel)
+    ranks, aims, capacity = [], [], 0
+    for numel, k in zip(scope_numels, ks, strict=True):
+        samples = num_samples(compressor, numel)
         rank = k
         if samples < numel:
             expected = k * samples / numel
@@ -73,7 +78,6 @@ def plan_selection(compressor: TopK, scope_numels: Sequence[int], density: float
             rank = min(samples, max(1, math.ceil(expected + margin)))
         through = rank + rank // LENIENCE
         most = (through + _DEVIATIONS * (math.sqrt(through) + 1.0)) * numel / samples
-        ks.append(k)
         ranks.append(rank)
         aims.append(max(1, round(k * samples / numel)))
         capacity += min(numel, math.ceil(most))

@@ -17,6 +17,7 @@ from fusedcomp.gathered import GatheredExchange
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.refine import SCAN
 from fusedcomp.memories import Memory
+from fusedcomp.shares import Share, Shares, most_entries
 from fusedcomp.sizing import NOTHING, THRESHOLD_WIDTH, Adaptive, Scheduled, Selection, Sizing, threshold_key
 
 
@@ -58,7 +59,8 @@ class SparseExchange(GatheredExchange):
         self.histograms = zeros(scopes, BINS, dtype=torch.int32)
         self.tickets = zeros(scopes, dtype=torch.int32)
         self.scanned = zeros(1 + 2 * -(-segments.num_blocks // SCAN), dtype=torch.int64)
-        self.sizing: Sizing
+        self.sizing: Sizing | Share
+        self.shares: Shares | None = None  # where the selection ranks over several buckets
         if isinstance(compressor, Threshold):
             key = threshold_key(compressor.value_for(compressed), self.residual.itemsize == 2)
             self.least = torch.full((scopes,), key, dtype=torch.int64, device=device)
@@ -69,6 +71,16 @@ class SparseExchange(GatheredExchange):
             self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
             self.sizing = Scheduled(compressor, segments.scope_numels)
         self.selection = NOTHING  # that ``buffers`` are for
+
+    @property
+    def limit(self) -> int:
+        """The most entries that can be sent; 0: every step is dense."""
+        return most_entries(self.bucket.segments.numel, self._goes_dense)
+
+    def join(self, shares: Shares, number: int) -> None:
+        """Be bucket ``number`` of those that the selection ranks over."""
+        self.shares, self.sizing = shares, Share(shares, number)
+        self.thresholds = shares.thresholds[number : number + 1]
 
     def _prepare(self, step: int) -> None:
         selection = self.sizing.at(step)
@@ -88,6 +100,11 @@ class SparseExchange(GatheredExchange):
         self._find_threshold(numbers)
         self._pass(numbers)
         self._refine()
+        if self.shares is not None:
+            self.ops.shares.count_reaching(
+                self.offsets, self.buffers.keys, self.shares.model_key, self.near_counts, self.tickets,
+                self.buffers.payload.header[0],
+            )  # fmt: skip
         self._send(failed)
 
     def _find_threshold(self, numbers: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ FRONT = sorted(path for path in (ROOT / "fusedcomp").rglob("*.py") if LINK not i
 LAYERS = (
     {"kernels"},
     {"_dispatch", "wire", "buckets", "values", "amp"},
-    {"compressors", "memories", "collectives", "rules", "sizing", "bandit"},
+    {"compressors", "memories", "collectives", "rules", "sizing", "bandit", "shares"},
     {
         "checks",
         "checkpoint",

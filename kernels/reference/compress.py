@@ -150,9 +150,9 @@ def compress_blocks(
     marks = torch.empty(segments.num_blocks, BLOCK // 32, dtype=torch.int32, device=device)
     nothing = torch.full_like(segments.scope_blocks[1:], (1 << 63) - 1)  # above every key
     compress(
-        segments, operands, velocity_in, residual_in, None, nothing, trust, scales, seed, parity, velocity_out, residual_out,
-        counts, marks, partials, flag, accumulate=accumulate, grad_scale=grad_scale, weight_decay=weight_decay,
-        momentum=momentum,
+        segments, operands, velocity_in, residual_in, None, nothing, trust, scales, seed, parity, velocity_out,
+        residual_out, counts, marks, partials, flag, accumulate=accumulate, grad_scale=grad_scale,
+        weight_decay=weight_decay, momentum=momentum,
     )  # fmt: skip
     velocity, residual = half_of(velocity_out, parity, 1), half_of(residual_out, parity, 1)
     lossless = residual.itemsize == 2 or values.itemsize == 4
