@@ -19,6 +19,7 @@ from fusedcomp.kernels import (
     headers,
     merge,
     norms,
+    pieces,
     refine,
     sample,
     shares,
@@ -33,6 +34,7 @@ from fusedcomp.kernels.reference import draws as draws_twin
 from fusedcomp.kernels.reference import headers as headers_twin
 from fusedcomp.kernels.reference import merge as merge_twin
 from fusedcomp.kernels.reference import norms as norms_twin
+from fusedcomp.kernels.reference import pieces as pieces_twin
 from fusedcomp.kernels.reference import refine as refine_twin
 from fusedcomp.kernels.reference import sample as sample_twin
 from fusedcomp.kernels.reference import shares as shares_twin
@@ -48,6 +50,7 @@ _KERNELS = SimpleNamespace(
     headers=headers,
     merge=merge,
     norms=norms,
+    pieces=pieces,
     refine=refine,
     sample=sample,
     shares=shares,
@@ -63,6 +66,7 @@ _TWINS = SimpleNamespace(
     headers=headers_twin,
     merge=merge_twin,
     norms=norms_twin,
+    pieces=pieces_twin,
     refine=refine_twin,
     sample=sample_twin,
     shares=shares_twin,

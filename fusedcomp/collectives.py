@@ -150,6 +150,14 @@ class Group:
             [dist.P2POp(move, tensor, group=group, group_peer=peer) for move, tensor in moves if tensor is not None]
         )
 
+    def all_to_all(self, out: Tensor, own: Tensor, owners: int) -> Any:
+        """Start sending row r of ``own`` (owners, nbytes) to rank r; an owner receives every rank's into ``out``."""
+        send = [own.shape[1] * (rank < owners) for rank in range(self.world_size)]
+        receive = [own.shape[1] * (self.rank < owners)] * self.world_size
+        return dist.all_to_all_single(
+            out.view(-1), own.view(-1), receive, send, group=self.process_group, async_op=True
+        )  # fmt: skip
+
     def reduce_scatter(self, own: Tensor, rows: Tensor) -> Any:
         """Start summing ``rows`` (world, numel) over ranks, this rank's into ``own``; the work, or None when done."""
         if self.world_size == 1:

@@ -48,7 +48,9 @@ class TopK:
             resolves (3e-8 in fp16) is sent as 0 and stays. A bucket that goes dense travels in fp32 whatever this says.
         collective: how payloads travel. ``"gather"``: all of them to all ranks. ``"tree"`` (gTop-k, Shi et al., 2019):
             merged in pairs, log2 of the ranks times, of every sum the k largest; what a merge drops goes back into one
-            rank's residual. For many ranks; needs a memory, and states of fp32.
+            rank's residual. ``"split"`` (after Ok-Topk, Li and Hoefler, 2022): every rank sums a range of the bucket's
+            pages, of every sum its share of the k largest; what a range drops goes into its owner's residual. Both are
+            for many ranks, and need a memory and states of fp32; ``"split"`` needs scope="bucket".
 
     Raises:
         ValueError: an argument is out of range.
@@ -75,8 +77,17 @@ class TopK:
         if self.scope not in ("bucket", "tensor", "model"):
             raise ValueError(f"TopK: scope must be 'bucket', 'tensor' or 'model', got {self.scope!r}")
         _check_wire("TopK", self.wire_dtype)
-        if self.collective not in ("gather", "tree"):
-            raise ValueError(f"TopK: collective must be 'gather' or 'tree', got {self.collective!r}")
+        if self.collective not in ("gather", "tree", "split"):
+            raise ValueError(f"TopK: collective must be 'gather', 'tree' or 'split', got {self.collective!r}")
+        if self.collective == "split" and self.scope != "bucket":
+            raise ValueError(
+                f"TopK: collective='split' ranks over ranges of a bucket: it needs scope='bucket', got {self.scope!r}"
+            )
+        if self.collective == "tree" and self.scope == "model":
+            raise ValueError(
+                "TopK: collective='tree' brings no headers of other ranks, by which buckets share: it needs "
+                "scope='bucket' or 'tensor', got 'model'"
+            )
 
     def density_at(self, step: int) -> float:
         """Density of optimizer step ``step`` (from 0); without ``warmup_densities`` it never rises."""

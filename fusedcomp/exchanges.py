@@ -28,7 +28,10 @@ from fusedcomp.pipeline import DenseExchange
 from fusedcomp.randomk import RandomExchange
 from fusedcomp.shares import Shares
 from fusedcomp.sparse import SparseExchange
+from fusedcomp.split import SplitExchange
 from fusedcomp.tree import TreeExchange
+
+_BY_COLLECTIVE = {"gather": SparseExchange, "tree": TreeExchange, "split": SplitExchange}
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Plan:
 
         def make(bucket: Bucket, shared: Shared, seed: Tensor) -> SparseExchange:
             assert isinstance(self.compressor, (TopK, Threshold))
-            merges = isinstance(self.compressor, TopK) and self.compressor.collective == "tree"
-            return (TreeExchange if merges else SparseExchange)(
+            collective = self.compressor.collective if isinstance(self.compressor, TopK) else "gather"
+            return _BY_COLLECTIVE[collective](
                 bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype,
                 self.always_sparse, sums, self.compressed, self.ranked,
             )  # fmt: skip

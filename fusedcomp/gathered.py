@@ -76,7 +76,7 @@ class GatheredExchange(CompressedExchange):
     def _read_sent(self) -> None:
         verdict = self.shared.verdict
         self.ops.headers.read_headers(
-            self.buffers.payloads.header, self.status, None if verdict is None else verdict.nonfinite, self.present
+            self._arrived().header, self.status, None if verdict is None else verdict.nonfinite, self.present
         )
 
     def _apply_sent(self, hyper: Hyper) -> None:

@@ -75,7 +75,7 @@ class Merger:
         )  # fmt: skip
         refine.list_candidates(segments, self.counts, self.marks, self.scanned, self.offsets, self.indices)
         refine.select_candidates(
-            segments, self.offsets, self.indices, vector, exchange.weights, self.seed, None, self.ranks, self.widths,
+            segments, self.offsets, self.indices, vector, None, self.seed, None, self.ranks, self.widths,
             exchange.histograms, exchange.bounds, self.near, exchange.near_counts, exchange.tickets, self.least,
             self.keys, self.flag,
         )  # fmt: skip
@@ -87,11 +87,12 @@ class Merger:
             segments, rows.starts, rows.indices, exchange.shared.parity, vector, residuals, place=place, places=places
         )
 
-    def mask(self, segments: Segments, winners: Payload, sent: Payload, velocity: Tensor) -> None:
-        """Zero the velocity of what this rank has sent and all ranks apply; ``segments``: of the whole bucket."""
-        vector = self.exchange.shared.vector
-        assert vector is not None
-        self.exchange.ops.merge.mask_winners(
-            segments, winners.starts[0], winners.indices[0], sent.starts[0], sent.indices[0],
-            self.exchange.shared.parity, vector[: segments.padded_numel], velocity,
-        )  # fmt: skip
+
+def mask(exchange: SparseExchange, winners: Payload, sent: Payload, velocity: Tensor) -> None:
+    """Zero the velocity of what this rank has sent and all ranks apply."""
+    segments, vector = exchange.bucket.segments, exchange.shared.vector
+    assert vector is not None
+    exchange.ops.merge.mask_winners(
+        segments, winners.starts[0], winners.indices[0], sent.starts[0], sent.indices[0], exchange.shared.parity,
+        vector[: segments.padded_numel], velocity,
+    )  # fmt: skip

@@ -34,7 +34,7 @@ class Ranking:
     Raises:
         TypeError: it is no such optimizer.
         ValueError: the compressor ranks nothing.
-        NotImplementedError: there are two levels.
+        NotImplementedError: there are two levels, or payloads are merged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, compressor: Any, two_levels: bool) -> None:
@@ -46,6 +46,11 @@ class Ranking:
             )
         if not isinstance(compressor, TopK):
             raise ValueError(f"CompressionState: rank_by needs TopK(...), which ranks entries, got {compressor!r}")
+        if compressor.collective != "gather":
+            raise NotImplementedError(
+                "CompressionState: rank_by takes collective='gather' alone: merged payloads are ranked by magnitude, got "
+                f"{compressor.collective!r}"
+            )
         if two_levels:
             raise NotImplementedError(
                 "process_group=(intra_node, inter_node) does not take rank_by: weights are kept for whole buckets"

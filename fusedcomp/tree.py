@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedcomp.buffers import Summed
 from fusedcomp.gathered import layout_of
 from fusedcomp.kernels.headers import ENCODING, NON_FINITE
-from fusedcomp.merging import Merger, make_vector
+from fusedcomp.merging import Merger, make_vector, mask
 from fusedcomp.sizing import Selection
 from fusedcomp.sparse import SparseExchange
 from fusedcomp.wire import Payload, PayloadLayout, dense_numel
@@ -179,7 +179,7 @@ class TreeExchange(SparseExchange):
             self.swapping = self.group.swap(None, last.whole, self.tree.told_by)
         self._wait_for_swap()
         if self.masked_at_last is not None:
-            merges.merger.mask(self.bucket.segments, last.payload, self.buffers.payload, self.masked_at_last)
+            mask(self, last.payload, self.buffers.payload, self.masked_at_last)
         # A sum of finite values that is infinite wins every merge after it.
         last.summed.trailer[len(self.present)] += last.payload.header[0, 2] & NON_FINITE.value
 

@@ -30,6 +30,9 @@ With TopK's collective="tree" payloads are swapped in pairs, each with a trailer
 become one, and their trailers are summed as in a dense buffer. There the step is increased by the header's first word,
 so that the sums tell encodings too; headers of merged payloads are not read.
 
+With collective="split" a payload is cut into pieces, which have the same fields for the pages of a range, and a header
+that is not filled in; what comes of a range is gathered as a payload of the range's pages, under its sender's header.
+
 RandomK's is one too, with k values in place of all: those drawn, in the order of their strata (kernels/draws.py).
 """
 
@@ -92,6 +95,22 @@ def dense_numel(segments: int, numel: int, with_norms: bool) -> int:
     return numel + segments + TRAILER_WORDS + (2 * segments if with_norms else 0)
 
 
+class Split(NamedTuple):
+    """How the pages of a bucket are dealt out to owners, and what room pieces have: all ranks know it beforehand."""
+
+    owners: int  # the first so many ranks own a range
+    pages: int  # of every range; the last may have fewer
+    room: int  # entries of a piece: twice an equal share
+    share: int  # entries that come of a range
+
+    @staticmethod
+    def of(pages: int, k: int, world_size: int) -> "Split":
+        """Ranges of as many pages as it takes to have no more of them than ranks."""
+        each = -(-pages // world_size)
+        owners = -(-pages // each)
+        return Split(owners, each, min(k, -(-2 * k // owners)), -(-k // owners))
+
+
 def payloads_received(collective: str, world_size: int) -> int:
     """How many payloads a rank receives at most."""
     if collective == "gather":
@@ -107,5 +126,9 @@ def dense_is_cheaper(payload_bytes: int, raw_bytes: int, world_size: int, collec
     sent, whatever W.
     """
     received = payloads_received(collective, world_size) * payload_bytes
-    as_much = world_size > 1 and received * world_size >= 2 * (world_size - 1) * raw_bytes
-    return as_much or payload_bytes >= raw_bytes
+    return moves_as_much(received, raw_bytes, world_size) or payload_bytes >= raw_bytes
+
+
+def moves_as_much(received_bytes: int, raw_bytes: int, world_size: int) -> bool:
+    """Does a rank receive at least what a ring all-reduce of the raw bucket brings it?"""
+    return world_size > 1 and received_bytes * world_size >= 2 * (world_size - 1) * raw_bytes

@@ -133,6 +133,8 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "mask_winners": (without("parity"),),
     "count_reaching": (),
     "meet_thresholds": ([{"per_tensor": True}, {"per_tensor": False}], without("found_inf")),
+    "cut_payload": (without("parity"), WIRE),
+    "join_pieces": (WIRE,),
     "update_dense": (DENSE_MOMENTUM, DECAY, without("trust"), ELEMENTS),
     "block_norms": (ELEMENTS,),
     "reduce_norms": (),
@@ -180,8 +182,9 @@ def arguments(
 
     state = torch.empty(segments.padded_numel, dtype=torch.bfloat16 if half_states else torch.float32)
     scopes = len(segments.scope_numels)
-    of_all = launcher in ("apply_payloads", "sum_payloads", "keep_rest")
+    of_all = launcher in ("apply_payloads", "sum_payloads", "keep_rest", "join_pieces")
     rows = (sizes.world,) if of_all else ()  # the payloads of all ranks, or one's own
+    out_rows = (sizes.world,) if launcher == "cut_payload" else ()
     words = HEADER_WORDS + -(-count // 32)
     payload_indices = inside(*rows, sizes.k, dtype=torch.int16, device=sizes.device)
     return {
@@ -231,8 +234,10 @@ def arguments(
         # what travels
         "starts": inside(*rows, pages + 1, dtype=torch.int32),
         "values": inside(*rows, sizes.k, dtype=wire, device=sizes.device),
-        "indices": payload_indices if rows else i64(sizes.capacity, device=sizes.device),
-        "out_indices": payload_indices,
+        "indices": payload_indices if rows or out_rows else i64(sizes.capacity, device=sizes.device),
+        "out_indices": inside(*out_rows, sizes.k, dtype=torch.int16, device=sizes.device),
+        "out_starts": inside(*out_rows, pages + 1, dtype=torch.int32),
+        "out_values": inside(*out_rows, sizes.k, dtype=wire, device=sizes.device),
         **dict.fromkeys(("winner_starts", "sent_starts"), inside(pages + 1, dtype=torch.int32)),
         **dict.fromkeys(("winner_indices", "sent_indices"), payload_indices),
         "vector": torch.empty(segments.padded_numel),

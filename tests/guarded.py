@@ -16,6 +16,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"compressor": TopK(0.05, wire_dtype=torch.bfloat16), "momentum": 0.9, "state_dtype": torch.bfloat16},
     {"compressor": TopK(0.05, scope="tensor", selection="sampled"), "momentum": 0.9},
     {"compressor": TopK(0.05, collective="tree"), "momentum": 0.9},
+    {"compressor": TopK(0.05, collective="split"), "momentum": 0.9},
     {"compressor": TopK(1.0), "momentum": 0.9},
     {"compressor": RandomK(0.2), "momentum": 0.9},
     {"compressor": BlockTopK(0.05), "momentum": 0.9, "weight_decay": 1e-2},

@@ -32,6 +32,7 @@ LAYERS = (
         "randomk",
         "merging",
         "tree",
+        "split",
         "levels",
     },
     {
