@@ -23,6 +23,7 @@ from fusedcomp.kernels import (
     refine,
     sample,
     shares,
+    sidco,
     verdict,
 )
 from fusedcomp.kernels.reference import apply as apply_twin
@@ -38,6 +39,7 @@ from fusedcomp.kernels.reference import pieces as pieces_twin
 from fusedcomp.kernels.reference import refine as refine_twin
 from fusedcomp.kernels.reference import sample as sample_twin
 from fusedcomp.kernels.reference import shares as shares_twin
+from fusedcomp.kernels.reference import sidco as sidco_twin
 from fusedcomp.kernels.reference import verdict as verdict_twin
 
 _KERNELS = SimpleNamespace(
@@ -54,6 +56,7 @@ _KERNELS = SimpleNamespace(
     refine=refine,
     sample=sample,
     shares=shares,
+    sidco=sidco,
     verdict=verdict,
 )
 _TWINS = SimpleNamespace(
@@ -70,6 +73,7 @@ _TWINS = SimpleNamespace(
     refine=refine_twin,
     sample=sample_twin,
     shares=shares_twin,
+    sidco=sidco_twin,
     verdict=verdict_twin,
 )
 

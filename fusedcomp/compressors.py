@@ -38,7 +38,8 @@ class TopK:
         warmup_densities: instead of those four, a list of densities in (0, 1] for as many equal stages; 1 is dense.
         selection: ``"exact"`` sends exactly the k largest. ``"sampled"`` (DGC's) puts the sampled threshold nearer to k
             and sends the k largest of what passes: about half the candidates, and in one step of a hundred somewhat
-            fewer than k entries.
+            fewer than k entries. ``"sidco"`` puts there what a fitted distribution expects k entries to reach
+            (Abdelmoniem et al., MLSys 2021): at most k are sent, in half of the steps somewhat fewer.
         scope: what selection ranks over: ``"bucket"``, ``"tensor"`` or ``"model"``. It changes results. ``"tensor"``
             does not depend on bucket sizes; ``"bucket"`` lets layers compete and reached higher accuracy in our trials;
             ``"model"`` lets them compete across buckets too, whose shares follow what entries reached some steps ago.
@@ -72,8 +73,8 @@ class TopK:
             object.__setattr__(self, "warmup_densities", densities)
         for name in ("density", "warmup_steps"):
             object.__setattr__(self, name, plain(getattr(self, name)))
-        if self.selection not in ("exact", "sampled"):
-            raise ValueError(f"TopK: selection must be 'exact' or 'sampled', got {self.selection!r}")
+        if self.selection not in ("exact", "sampled", "sidco"):
+            raise ValueError(f"TopK: selection must be 'exact', 'sampled' or 'sidco', got {self.selection!r}")
         if self.scope not in ("bucket", "tensor", "model"):
             raise ValueError(f"TopK: scope must be 'bucket', 'tensor' or 'model', got {self.scope!r}")
         _check_wire("TopK", self.wire_dtype)

@@ -34,7 +34,7 @@ class Ranking:
     Raises:
         TypeError: it is no such optimizer.
         ValueError: the compressor ranks nothing.
-        NotImplementedError: there are two levels, or payloads are merged.
+        NotImplementedError: there are two levels, payloads are merged, or selection is ``"sidco"``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, compressor: Any, two_levels: bool) -> None:
@@ -48,8 +48,13 @@ class Ranking:
             raise ValueError(f"CompressionState: rank_by needs TopK(...), which ranks entries, got {compressor!r}")
         if compressor.collective != "gather":
             raise NotImplementedError(
-                "CompressionState: rank_by takes collective='gather' alone: merged payloads are ranked by magnitude, got "
-                f"{compressor.collective!r}"
+                "CompressionState: rank_by takes collective='gather' alone, for merged payloads are ranked by "
+                f"magnitude, got {compressor.collective!r}"
+            )
+        if compressor.selection == "sidco":
+            raise NotImplementedError(
+                "CompressionState: rank_by takes selection='exact' or 'sampled' alone, for what 'sidco' fits are "
+                "magnitudes, got 'sidco'"
             )
         if two_levels:
             raise NotImplementedError(

@@ -16,14 +16,16 @@ from torch import Tensor
 from fusedcomp.compressors import TopK
 from fusedcomp.kernels.sample import LENIENCE
 from fusedcomp.kernels.segments import BLOCK
+from fusedcomp.kernels.sidco import LOG_ONE
 
 # Sampled entries per scope: 16 are expected among the k largest, so that six standard deviations of their number lie
 # between k and 6 k (docs/decisions/0003-selection-margin.md).
 _SAMPLES_ABOVE = 16
 _LEAST_SAMPLES = 4096
 _DEVIATIONS = 6.0
-# Of the sample's rank, upwards: so that never fewer than k entries pass, or hardly ever fewer than 0.8 k.
-_MARGIN = {"exact": _DEVIATIONS, "sampled": 2.0}
+# Of the sample's rank, upwards: so that never fewer than k entries pass, or hardly ever fewer than 0.8 k; what an
+# estimate does not fall below.
+_MARGIN = {"exact": _DEVIATIONS, "sampled": 2.0, "sidco": 2.0}
 
 
 class Selection(NamedTuple):
@@ -82,6 +84,11 @@ def selection_of(compressor: TopK, scope_numels: Sequence[int], ks: Sequence[int
         aims.append(max(1, round(k * samples / numel)))
         capacity += min(numel, math.ceil(most))
     return Selection(tuple(ks), tuple(ranks), tuple(aims), capacity)
+
+
+def log_ratios(scope_numels: Sequence[int], ks: Sequence[int]) -> list[int]:
+    """ln(n / k) of every scope in whole numbers, for the stages of an estimate (kernels/sidco.py)."""
+    return [round(LOG_ONE * math.log(numel / k)) for numel, k in zip(scope_numels, ks, strict=True)]
 
 
 # Bits of a digit above a given threshold: 64 to a factor of two, 256 reach 16 times as far (kernels/digits.py).

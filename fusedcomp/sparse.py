@@ -18,7 +18,16 @@ from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.refine import SCAN
 from fusedcomp.memories import Memory
 from fusedcomp.shares import Share, Shares, most_entries
-from fusedcomp.sizing import NOTHING, THRESHOLD_WIDTH, Adaptive, Scheduled, Selection, Sizing, threshold_key
+from fusedcomp.sizing import (
+    NOTHING,
+    THRESHOLD_WIDTH,
+    Adaptive,
+    Scheduled,
+    Selection,
+    Sizing,
+    log_ratios,
+    threshold_key,
+)
 
 
 class SparseExchange(GatheredExchange):
@@ -70,6 +79,7 @@ class SparseExchange(GatheredExchange):
             self.samples, self.sample_groups = sample_table(compressor, segments)
             self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
             self.sizing = Scheduled(compressor, segments.scope_numels)
+            self.logs = zeros(scopes, dtype=torch.int64)  # of n / k, where the threshold is estimated
         self.selection = NOTHING  # that ``buffers`` are for
 
     @property
@@ -95,6 +105,10 @@ class SparseExchange(GatheredExchange):
             self.buffers = PayloadBuffers.allocate(
                 self._layout(selection.k), selection, self.peers, self.bucket.device, room
             )  # fmt: skip
+            if self._estimates:
+                logs = log_ratios(self.bucket.segments.scope_numels, selection.ks)
+                host = torch.tensor(logs, dtype=torch.int64, pin_memory=self.logs.is_cuda)
+                self.logs.copy_(host, non_blocking=True)
 
     def _compress(self, numbers: dict[str, Any], failed: Tensor | None) -> None:
         self._find_threshold(numbers)
@@ -118,6 +132,15 @@ class SparseExchange(GatheredExchange):
             self.shared.parity, self.sample_keys, self.histograms, self.tickets, self.thresholds, self.widths,
             **numbers,
         )  # fmt: skip
+        if self._estimates:
+            self.ops.sidco.estimate_threshold(
+                self.sample_keys, self.sample_groups, self.buffers.sample_aims, self.logs, self.residual,
+                self.thresholds,
+            )  # fmt: skip
+
+    @property
+    def _estimates(self) -> bool:
+        return isinstance(self.compressor, TopK) and self.compressor.selection == "sidco"
 
     def _refine(self) -> None:
         segments, buffers, refine = self.bucket.segments, self.buffers, self.ops.refine

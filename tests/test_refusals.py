@@ -39,7 +39,7 @@ REFUSED = {
     "density True": (ValueError, lambda p: TopK(True), "True"),
     "warmup_steps": (ValueError, lambda p: TopK(0.1, warmup_steps=-1), "-1"),
     "selection": (ValueError, lambda p: TopK(0.1, selection="best"), "'best'"),
-    "scope": (ValueError, lambda p: TopK(0.1, scope="model"), "'model'"),
+    "scope": (ValueError, lambda p: TopK(0.1, scope="layer"), "'layer'"),
     "process_group": (TypeError, lambda p: SGD(p, process_group="x"), "ProcessGroup or None, got 'x'"),
     "process_group too": (ValueError, lambda p: SGD(p, process_group=dist.ProcessGroup(0, 1)), "not initialised"),
 }
