@@ -24,6 +24,7 @@ from fusedcomp.kernels import (
     sample,
     shares,
     sidco,
+    tune,
     verdict,
 )
 from fusedcomp.kernels.reference import apply as apply_twin
@@ -40,6 +41,7 @@ from fusedcomp.kernels.reference import refine as refine_twin
 from fusedcomp.kernels.reference import sample as sample_twin
 from fusedcomp.kernels.reference import shares as shares_twin
 from fusedcomp.kernels.reference import sidco as sidco_twin
+from fusedcomp.kernels.reference import tune as tune_twin
 from fusedcomp.kernels.reference import verdict as verdict_twin
 
 _KERNELS = SimpleNamespace(
@@ -57,6 +59,7 @@ _KERNELS = SimpleNamespace(
     sample=sample,
     shares=shares,
     sidco=sidco,
+    tune=tune,
     verdict=verdict,
 )
 _TWINS = SimpleNamespace(
@@ -74,6 +77,7 @@ _TWINS = SimpleNamespace(
     sample=sample_twin,
     shares=shares_twin,
     sidco=sidco_twin,
+    tune=tune_twin,
     verdict=verdict_twin,
 )
 

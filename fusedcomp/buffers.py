@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedcomp.buckets import Bucket
-from fusedcomp.compressors import TopK
+from fusedcomp.compressors import CAT, TopK
 from fusedcomp.kernels.headers import TRAILER_WORDS
 from fusedcomp.kernels.refine import PACK
 from fusedcomp.kernels.sample import SAMPLES
@@ -141,7 +141,7 @@ def places_of(per_block: int, segments: Segments) -> Tensor:
     return torch.cat([torch.zeros_like(counts[:1]), counts.cumsum(0)])
 
 
-def sample_table(compressor: TopK, segments: Segments) -> tuple[Tensor, Tensor]:
+def sample_table(compressor: TopK | CAT, segments: Segments) -> tuple[Tensor, Tensor]:
     """Evenly spaced (segment, offset) pairs for every scope, and which programs' share they are (sample.py)."""
     starts = torch.tensor([s.start for s in segments.compact_slices])
     rows: list[Tensor] = []

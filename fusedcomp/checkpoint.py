@@ -10,8 +10,9 @@ from torch import Tensor
 from fusedcomp.buckets import RANK_WEIGHTS
 from fusedcomp.checks import TORCH_ONLY
 from fusedcomp.collectives import Group
-from fusedcomp.compressors import BlockTopK, Identity, RandomK, Threshold, TopK
+from fusedcomp.compressors import CAT, BlockTopK, Identity, RandomK, Threshold, TopK
 from fusedcomp.compressors import encode as encode_record
+from fusedcomp.costs import COSTS
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
 from fusedcomp.values import is_count
 
@@ -32,7 +33,7 @@ _OF_HOOK = _PER_ELEMENT | {RANK_WEIGHTS}
 _STATES = _PER_ELEMENT | {"grad_square_norm", "param_square_norm"}
 _RECORDS = {
     record.__name__: record
-    for record in (TopK, Threshold, BlockTopK, RandomK, Identity, MomentumCorrection, Residual, NoMemory)
+    for record in (TopK, Threshold, BlockTopK, RandomK, CAT, *COSTS, Identity, MomentumCorrection, Residual, NoMemory)
 }
 
 
@@ -209,6 +210,8 @@ def _record(value: Any) -> Any:
         raise ValueError(f"the checkpoint names an unknown record {name!r}; known are {sorted(_RECORDS)}")
     if "wire_dtype" in fields:
         fields["wire_dtype"] = getattr(torch, fields["wire_dtype"].removeprefix("torch."))
+    if "cost" in fields:
+        fields["cost"] = _record(fields["cost"])
     return _RECORDS[name](**fields)
 
 

@@ -71,8 +71,8 @@ def memory_goes_with(name: str, compressor: Any, memory: Any, states: torch.dtyp
     """Check the records, and that states hold what is sent."""
     if not isinstance(compressor, (*SPARSIFIERS, Identity)):
         raise TypeError(
-            f"{name}: compressor must be TopK(...), Threshold(...), BlockTopK(...), RandomK(...) or Identity(), got "
-            f"{compressor!r}"
+            f"{name}: compressor must be TopK(...), Threshold(...), BlockTopK(...), RandomK(...), CAT(...) or "
+            f"Identity(), got {compressor!r}"
         )
     if states == torch.bfloat16 and getattr(compressor, "wire_dtype", None) == torch.float16:
         raise ValueError(

@@ -2,7 +2,8 @@
 
 TopK       the density * numel entries of largest |residual|, exactly, found in the one pass
 Threshold  every entry whose |residual| reaches a value that is the same in every step
-BlockTopK  the same of every block of 2048, chosen inside the pass
+BlockTopK  the largest of every block of 2048, chosen inside the pass
+CAT        as many of the largest as buy the most descent for what the message costs
 RandomK    entries drawn at random, the same on all ranks
 Identity   everything: torch's own optimizer, in our buckets
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fusedcomp.costs import COSTS, Cost
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.values import is_count, is_number, plain
 
@@ -186,6 +188,37 @@ class BlockTopK:
 
 
 @dataclass(frozen=True)
+class CAT:
+    """Send as many of the largest entries as buy the most descent for what the message costs, anew in every step.
+
+    The communication-aware adaptive tuning of Khirirat et al. (AAAI 2021): with the T largest entries of a gradient g
+    a step of size 1 / L lowers an L-smooth loss by at least ``alpha(T) |g|^2 / (2 L)``, where ``alpha(T)`` is their
+    share of ``|g|^2``; T is the one with the largest ``alpha(T) / cost(T)``. Every rank chooses its own, on the device,
+    for every bucket by itself.
+
+    Payloads have room as those of ``Threshold``: somewhat more than any rank wanted some steps ago, which all headers
+    say. What finds none stays in the residual. The paper has no memory, ``NoMemory()``; with error feedback, the
+    default, T is that of the accumulated gradient.
+
+    Args:
+        cost: of a message: ``AffineCost(per_byte, fixed)`` or ``PacketCost(payload, header, fixed)``.
+        wire_dtype: as of ``TopK``.
+
+    Raises:
+        TypeError: ``cost`` is none.
+        ValueError: an argument is out of range.
+    """
+
+    cost: Cost
+    wire_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cost, COSTS):
+            raise TypeError(f"CAT: cost must be AffineCost(...) or PacketCost(...), got {self.cost!r}")
+        _check_wire("CAT", self.wire_dtype)
+
+
+@dataclass(frozen=True)
 class RandomK:
     """Send entries that chance picks, alike on all ranks: values alone travel, and are summed on the way.
 
@@ -256,12 +289,14 @@ def _check_wire(name: str, wire_dtype: Any) -> None:
         )
 
 
-SPARSIFIERS = (TopK, Threshold, BlockTopK, RandomK)  # entries are selected; what is not sent can stay behind
-Sparsifier = TopK | Threshold | BlockTopK | RandomK
+SPARSIFIERS = (TopK, Threshold, BlockTopK, RandomK, CAT)  # entries are selected; what is not sent can stay behind
+Sparsifier = TopK | Threshold | BlockTopK | RandomK | CAT
 Compressor = Sparsifier | Identity
 
 
 def encode(record: Any) -> dict[str, Any]:
     """A record as plain data, for checkpoints that ``torch.load(weights_only=True)`` reads."""
     fields = {key: str(value) if isinstance(value, torch.dtype) else value for key, value in asdict(record).items()}
+    if isinstance(record, CAT):
+        fields["cost"] = encode(record.cost)
     return {"name": type(record).__name__, **fields}

@@ -19,7 +19,7 @@ from fusedcomp._dispatch import ops
 from fusedcomp.blocktopk import BlockExchange
 from fusedcomp.buckets import Bucket
 from fusedcomp.checkpoint import Steps
-from fusedcomp.compressors import BlockTopK, Compressor, RandomK, Threshold, TopK
+from fusedcomp.compressors import CAT, BlockTopK, Compressor, RandomK, Threshold, TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import RANKS_DIFFER
 from fusedcomp.levels import Levels, ShardedExchange
@@ -30,8 +30,20 @@ from fusedcomp.shares import Shares
 from fusedcomp.sparse import SparseExchange
 from fusedcomp.split import SplitExchange
 from fusedcomp.tree import TreeExchange
+from fusedcomp.tuned import TunedExchange
 
-_BY_COLLECTIVE = {"gather": SparseExchange, "tree": TreeExchange, "split": SplitExchange}
+_BY_COLLECTIVE: dict[str, Callable[..., SparseExchange]] = {
+    "gather": SparseExchange,
+    "tree": TreeExchange,
+    "split": SplitExchange,
+}
+
+
+def _kind(compressor: TopK | Threshold | CAT) -> Callable[..., SparseExchange]:
+    """What makes an exchange of entries that are ranked."""
+    if isinstance(compressor, CAT):
+        return TunedExchange
+    return _BY_COLLECTIVE[compressor.collective if isinstance(compressor, TopK) else "gather"]
 
 
 @dataclass(frozen=True)
@@ -64,9 +76,8 @@ class Plan:
             )  # fmt: skip
 
         def make(bucket: Bucket, shared: Shared, seed: Tensor) -> SparseExchange:
-            assert isinstance(self.compressor, (TopK, Threshold))
-            collective = self.compressor.collective if isinstance(self.compressor, TopK) else "gather"
-            return _BY_COLLECTIVE[collective](
+            assert isinstance(self.compressor, (TopK, Threshold, CAT))
+            return _kind(self.compressor)(
                 bucket, shared, seed, self.compressor, self.memory, self.with_momentum, self.state_dtype,
                 self.always_sparse, sums, self.compressed, self.ranked,
             )  # fmt: skip

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fusedcomp.buckets import Bucket
 from fusedcomp.buffers import Payloads, Reduced
-from fusedcomp.compressors import BlockTopK, Threshold, TopK
+from fusedcomp.compressors import CAT, BlockTopK, Threshold, TopK
 from fusedcomp.exchange import Hyper, Shared
 from fusedcomp.kernels.headers import FAILED
 from fusedcomp.kernels.segments import Operands, Segments
@@ -15,7 +15,7 @@ from fusedcomp.wire import Payload, PayloadLayout, dense_is_cheaper
 
 
 def layout_of(
-    compressor: TopK | Threshold | BlockTopK, segments: Segments, with_norms: bool, k: int
+    compressor: TopK | Threshold | CAT | BlockTopK, segments: Segments, with_norms: bool, k: int
 ) -> PayloadLayout:  # fmt: skip
     """What a rank sends for a bucket of these segments if it sends k entries."""
     return PayloadLayout(len(segments.numels), segments.num_pages, k, with_norms, compressor.wire_dtype)
@@ -31,7 +31,7 @@ class GatheredExchange(CompressedExchange):
         bucket: Bucket,
         shared: Shared,
         seed: Tensor,
-        compressor: TopK | Threshold | BlockTopK,
+        compressor: TopK | Threshold | CAT | BlockTopK,
         memory: Memory,
         with_momentum: bool,
         state_dtype: torch.dtype,

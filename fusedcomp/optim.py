@@ -45,8 +45,8 @@ class SGD(CompressedOptimizer):
             last two are no part of what is sent, clipped or masked; they take another pass over parameters.
         nesterov: Nesterov momentum; needs momentum > 0.
         maximize: maximise the objective.
-        compressor: what is sent: ``TopK``, ``Threshold``, ``BlockTopK``, ``RandomK`` or ``Identity``. May differ
-            between param groups.
+        compressor: what is sent: ``TopK``, ``Threshold``, ``BlockTopK``, ``RandomK``, ``CAT`` or ``Identity``. May
+            differ between param groups.
         memory: what is kept of the rest: ``MomentumCorrection()`` where momentum > 0, else ``Residual()``;
             ``NoMemory()``.
         process_group: the ranks that exchange; None: the default group, or this process alone. The optimizer makes a

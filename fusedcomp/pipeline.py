@@ -124,6 +124,7 @@ class CompressedExchange(Exchange):
         self.thresholds = torch.zeros(len(segments.scope_numels), dtype=torch.int64, device=device)
         self.counts = torch.zeros(segments.num_blocks, dtype=torch.int32, device=device)
         self.marks = torch.zeros(segments.num_blocks, WORDS, dtype=torch.int32, device=device)
+        self.counters: Tensor | None = None  # i32 (COUNTERS, MAGNITUDES), where magnitudes are counted
         self.minus_one = torch.full((1,), -1.0, dtype=torch.float32, device=device)
         self.dense_step = False
         self.reduced: Reduced | None = None
@@ -199,7 +200,7 @@ class CompressedExchange(Exchange):
         self.ops.compress.compress(
             segments, operands, self.velocity, self.residual, self.weights, self.thresholds, self.trust, self.scales,
             self.seed, self.shared.parity, self.velocity, self.residual, self.counts, self.marks, self.partials,
-            self.flag, **numbers,
+            self.flag, self.counters, **numbers,
         )  # fmt: skip
 
     def _compress_all(self, numbers: dict[str, Any], failed: Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """How many entries a payload has room for: the same number on every rank, known to the host before the pass.
 
 Scheduled  TopK: what its density makes of the bucket, exactly
-Adaptive   Threshold: somewhat more than any rank asked for some steps ago, which the headers of all ranks say
+Adaptive   Threshold, CAT: somewhat more than any rank asked for some steps ago, which the headers of all ranks say
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomp.compressors import TopK
+from fusedcomp.compressors import CAT, TopK
 from fusedcomp.kernels.sample import LENIENCE
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.kernels.sidco import LOG_ONE
@@ -22,6 +22,7 @@ from fusedcomp.kernels.sidco import LOG_ONE
 # between k and 6 k (docs/decisions/0003-selection-margin.md).
 _SAMPLES_ABOVE = 16
 _LEAST_SAMPLES = 4096
+_CAT_SAMPLES = 16384  # whatever its room: between the 9th of them and the k-th entry there are 0.06 % of a scope
 _DEVIATIONS = 6.0
 # Of the sample's rank, upwards: so that never fewer than k entries pass, or hardly ever fewer than 0.8 k; what an
 # estimate does not fall below.
@@ -52,8 +53,10 @@ def count_of_blocks(per_block: int, numels: Sequence[int]) -> int:
     return sum(numel // BLOCK * per_block + min(numel % BLOCK, per_block) for numel in numels)
 
 
-def num_samples(compressor: TopK, numel: int) -> int:
+def num_samples(compressor: TopK | CAT, numel: int) -> int:
     """How many of ``numel`` entries the threshold is sampled from; all of a small scope."""
+    if isinstance(compressor, CAT):
+        return min(numel, _CAT_SAMPLES)
     return min(numel, max(_LEAST_SAMPLES, math.ceil(_SAMPLES_ABOVE / compressor.density)))
 
 
@@ -70,20 +73,40 @@ def selection_of(compressor: TopK, scope_numels: Sequence[int], ks: Sequence[int
     capacity has the margin of 6 upward,
     beyond the quarter that cutting the threshold to few bits may let through (sample.py).
     """
-    ranks, aims, capacity = [], [], 0
-    for numel, k in zip(scope_numels, ks, strict=True):
-        samples = num_samples(compressor, numel)
-        rank = k
-        if samples < numel:
-            expected = k * samples / numel
-            margin = _MARGIN[compressor.selection] * (math.sqrt(expected) + 1.0)
-            rank = min(samples, max(1, math.ceil(expected + margin)))
-        through = rank + rank // LENIENCE
-        most = (through + _DEVIATIONS * (math.sqrt(through) + 1.0)) * numel / samples
-        ranks.append(rank)
-        aims.append(max(1, round(k * samples / numel)))
-        capacity += min(numel, math.ceil(most))
-    return Selection(tuple(ks), tuple(ranks), tuple(aims), capacity)
+    scopes = [
+        _from_samples(k, numel, num_samples(compressor, numel), _MARGIN[compressor.selection])
+        for numel, k in zip(scope_numels, ks, strict=True)
+    ]
+    _, ranks, aims, capacities = zip(*scopes, strict=True)
+    return Selection(tuple(ks), ranks, aims, sum(capacities))
+
+
+def _from_samples(k: int, numel: int, samples: int, deviations: float) -> tuple[int, int, int, int]:
+    """k, sample rank, aim and capacity of one scope."""
+    rank = k
+    if samples < numel:
+        expected = k * samples / numel
+        margin = deviations * (math.sqrt(expected) + 1.0)
+        rank = min(samples, max(1, math.ceil(expected + margin)))
+    through = rank + rank // LENIENCE
+    most = (through + _DEVIATIONS * (math.sqrt(through) + 1.0)) * numel / samples
+    return k, rank, max(1, round(k * samples / numel)), min(numel, math.ceil(most))
+
+
+def sampled_room(compressor: CAT, numel: int) -> Callable[[int], Selection]:
+    """The selection with room for so many entries, of which the device says how many are sent."""
+    samples = num_samples(compressor, numel)
+
+    def with_room(entries: int) -> Selection:
+        k, rank, aim, capacity = _from_samples(entries, numel, samples, _DEVIATIONS)
+        return Selection((k,), (rank,), (aim,), capacity)
+
+    return with_room
+
+
+def threshold_room(numel: int) -> Callable[[int], Selection]:
+    """Candidates are what reaches the threshold; of twice as many as there is room for the largest are sent."""
+    return lambda entries: Selection((entries,), (0,), (0,), min(numel, 2 * entries))
 
 
 def log_ratios(scope_numels: Sequence[int], ks: Sequence[int]) -> list[int]:
@@ -134,6 +157,7 @@ class Adaptive:
 
     Args:
         numel: elements of the bucket.
+        with_room: the selection with room for so many entries.
         goes_dense: would a payload with room for so many entries be sent densely?
         world_size: ranks whose headers there are.
         device: where they are.
@@ -146,9 +170,17 @@ class Adaptive:
     _FLOOR = 64  # entries: a burst after a quiet time sends some at least
     _WASTE = 1.4  # more room than so many times what is needed becomes less
 
-    def __init__(self, numel: int, goes_dense: Callable[[int], bool], world_size: int, device: torch.device) -> None:
-        self.everything = self._with_room(numel, numel)
-        self.limit = self._with_room(_most(numel, goes_dense), numel)
+    def __init__(
+        self,
+        numel: int,
+        with_room: Callable[[int], Selection],
+        goes_dense: Callable[[int], bool],
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        self._with_room = with_room
+        self.everything = with_room(numel)
+        self.limit = with_room(_most(numel, goes_dense))
         self.selection = self._fitting(max(self._FLOOR, numel // self._FIRST))
         pinned = device.type == "cuda"
         self._asked = torch.zeros((self.LAG, world_size, 2), dtype=torch.int32, pin_memory=pinned)  # and flags
@@ -199,15 +231,10 @@ class Adaptive:
 
     def _fitting(self, entries: int) -> Selection:
         """Room for at least so many, if that is a payload at all."""
-        return self.limit if entries >= self.limit.k else self._with_room(entries, self.everything.k)
+        return self.limit if entries >= self.limit.k else self._with_room(entries)
 
     def _is_capturing(self) -> bool:
         return bool(self._copied) and torch.cuda.is_current_stream_capturing()
-
-    @staticmethod
-    def _with_room(entries: int, numel: int) -> Selection:
-        """Candidates are what reaches the threshold; of twice as many as there is room for the largest are sent."""
-        return Selection((entries,), (0,), (0,), min(numel, 2 * entries))
 
 
 def _most(numel: int, goes_dense: Callable[[int], bool]) -> int:

@@ -4,6 +4,7 @@ launch:  [sample -> compress -> refine] -> payload -> all_gather
 apply:   headers -> parameters, in rank order
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fusedcomp.buckets import RANK_WEIGHTS, Bucket
 from fusedcomp.buffers import PayloadBuffers, sample_table
-from fusedcomp.compressors import Threshold, TopK
+from fusedcomp.compressors import CAT, Threshold, TopK
 from fusedcomp.exchange import Shared
 from fusedcomp.gathered import GatheredExchange
 from fusedcomp.kernels.digits import BINS
@@ -27,13 +28,16 @@ from fusedcomp.sizing import (
     Sizing,
     log_ratios,
     threshold_key,
+    threshold_room,
 )
+
+Ranked = TopK | Threshold | CAT  # compressors that send the largest entries
 
 
 class SparseExchange(GatheredExchange):
-    """The entries that ``TopK`` or ``Threshold`` selects."""
+    """The entries that ``TopK`` or ``Threshold`` selects; ``CAT``'s (tuned.py)."""
 
-    compressor: TopK | Threshold
+    compressor: Ranked
     buffers: PayloadBuffers
 
     def __init__(
@@ -41,7 +45,7 @@ class SparseExchange(GatheredExchange):
         bucket: Bucket,
         shared: Shared,
         seed: Tensor,
-        compressor: TopK | Threshold,
+        compressor: Ranked,
         memory: Memory,
         with_momentum: bool,
         state_dtype: torch.dtype,
@@ -74,11 +78,12 @@ class SparseExchange(GatheredExchange):
             key = threshold_key(compressor.value_for(compressed), self.residual.itemsize == 2)
             self.least = torch.full((scopes,), key, dtype=torch.int64, device=device)
             self.widths.fill_(THRESHOLD_WIDTH)
-            self.sizing = Adaptive(segments.numel, self._goes_dense, self.group.world_size, device)
+            self.sizing = self._adaptive(threshold_room(segments.numel))
         else:
             self.samples, self.sample_groups = sample_table(compressor, segments)
             self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
-            self.sizing = Scheduled(compressor, segments.scope_numels)
+            if isinstance(compressor, TopK):
+                self.sizing = Scheduled(compressor, segments.scope_numels)
             self.logs = zeros(scopes, dtype=torch.int64)  # of n / k, where the threshold is estimated
         self.selection = NOTHING  # that ``buffers`` are for
 
@@ -91,6 +96,10 @@ class SparseExchange(GatheredExchange):
         """Be bucket ``number`` of those that the selection ranks over."""
         self.shares, self.sizing = shares, Share(shares, number)
         self.thresholds = shares.thresholds[number : number + 1]
+
+    def _adaptive(self, with_room: Callable[[int], Selection]) -> Adaptive:
+        numel, world, device = self.bucket.segments.numel, self.group.world_size, self.bucket.device
+        return Adaptive(numel, with_room, self._goes_dense, world, device)
 
     def _prepare(self, step: int) -> None:
         selection = self.sizing.at(step)
@@ -169,6 +178,10 @@ class SparseExchange(GatheredExchange):
         if not self.dense_step:
             self.sizing.note(self.buffers.payloads.header)
 
+    def _asked(self, candidates: Tensor) -> Tensor:
+        """How many entries this rank would have sent, had there been room."""
+        return candidates
+
     def metrics(self) -> dict[str, Tensor]:
         """This bucket's share of ``CompressedOptimizer.metrics``."""
         segments, device = self.bucket.segments, self.bucket.device
@@ -179,8 +192,9 @@ class SparseExchange(GatheredExchange):
         else:
             nnz = self.buffers.payload.starts[0, -1].long()
             candidates = self.offsets[-1].clone()
-            room = self.selection.k if isinstance(self.compressor, Threshold) else self.buffers.keys.numel()
-            overflow = (candidates - room).clamp(min=0)
+            asked = self._asked(candidates)
+            room = self.buffers.keys.numel() if isinstance(self.compressor, TopK) else self.selection.k
+            overflow = (asked - room).clamp(min=0)
             coarse = self.residual.itemsize == 2 and self.weights is None
             hashed = 48 if coarse else 32  # the key's bits below the magnitude (kernels/keys.py)
             threshold = (self.thresholds >> hashed << hashed - 32).to(torch.int32).view(torch.float32)

@@ -5,7 +5,8 @@ A sparse payload is one flat buffer of little-endian fields, in this order, padd
     field     type  count                  content
     header    i32   4                      version + 256 * type of the values (0: f32, 1: bf16, 2: f16)
                                            + 65536 * (k % 32768); number of candidates: entries
-                                           that reached the threshold, sent or not; flags (1: a gradient was not
+                                           that reached the threshold, sent or not (CAT: of
+                                           entries it wanted to send); flags (1: a gradient was not
                                            finite, 2: this rank failed, sends nothing and names no type); the
                                            bucket's step
     presence  u32   ceil(segments / 32)    bit s % 32 of word s // 32: segment s had a gradient on this rank
@@ -15,7 +16,7 @@ A sparse payload is one flat buffer of little-endian fields, in this order, padd
     values    f32   k                      in index order; zeros past the last; bf16 or f16 if wire_dtype says so
     indices   u16   k                      index inside the page
 
-The host knows k: TopK's and BlockTopK's by the density, Threshold's room by the headers of eight steps before
+The host knows k: TopK's and BlockTopK's by the density, Threshold's and CAT's room by the headers of eight steps before
 (sizing.py). Sizes are never exchanged; payloads of equal size differ in k by a few at most.
 Ranks whose first or last header word differs from the others' make all ranks raise (docs/decisions/0013-encodings.md).
 A dense buffer is summed, not gathered:

@@ -7,8 +7,9 @@
     candidates: entries whose key (weight * |residual|, tie hash) reaches the sampled threshold of their scope
 
 What leaves the pass besides the states: a bit per element that marks the candidates, per block their number and the
-sums of squares of gradient and parameter. A segment without a gradient is left as it is. What is not finite is marked,
-being larger than all numbers; the selection, which sees it, raises the flag, or the pass where the step may be undone.
+sums of squares of gradient and parameter; if asked for, how many residuals there are of what magnitude (tune.py). A
+segment without a gradient is left as it is. What is not finite is marked, being larger than all numbers; the selection,
+which sees it, raises the flag, or the pass where the step may be undone.
 States of 16 bits are rounded
 stochastically before they are looked at, so what is sent and what is kept still add up to what was there, bit for bit.
 
@@ -37,6 +38,7 @@ from fusedcomp.kernels.elements import (
 )
 from fusedcomp.kernels.keys import INFINITE, magnitude_bits, reaches
 from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments
+from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES, count_magnitudes
 
 # A gradient that a step which may be undone takes in. Its velocity adds up to it / (1 - momentum); what overflowed then
 # would make that step void, and all later ones, which start from the same states.
@@ -73,12 +75,13 @@ def _compress_kernel(
     block_table_ptr, address_ptr, numel_ptr, start_ptr, velocity_in_ptr, residual_in_ptr, weight_ptr,  # in
     threshold_ptr, trust_ptr, scale_ptr, seed_ptr, parity_ptr, place_ptr,
     velocity_out_ptr, residual_out_ptr, sent_ptr, indices_ptr, counts_ptr, marks_ptr, partials_ptr, flag_ptr,  # out
+    counter_ptr,
     grad_scale, weight_decay, momentum, num_segments, half_numel,
     ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_PARITY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, SEND_ALL: tl.constexpr, PER_BLOCK: tl.constexpr, MASK_VELOCITY: tl.constexpr,
-    PER_TENSOR: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr, WIRE: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_COUNTERS: tl.constexpr, SEND_ALL: tl.constexpr, PER_BLOCK: tl.constexpr,
+    MASK_VELOCITY: tl.constexpr, PER_TENSOR: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr,
+    WIRE: tl.constexpr, COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -161,6 +164,8 @@ def _compress_kernel(
         bit = (tl.full((32,), 1, tl.int32) << tl.arange(0, 32))[None, :]
         marks = tl.sum(tl.where(tl.reshape(chosen, (WORDS, 32)), bit, 0), 1)
         tl.store(marks_ptr + block * WORDS + tl.arange(0, WORDS), marks)
+        if HAS_COUNTERS:
+            count_magnitudes(counter_ptr, block, residual, COUNTERS, MAGNITUDES)
 
 
 def compress(
@@ -180,6 +185,7 @@ def compress(
     marks: Tensor,  # out: i32 (blocks, WORDS): a bit per element, the lowest of a word first: is it a candidate
     partials: Tensor | None,  # out: f32 (blocks, 2): sums of squares of gradient and parameter
     flag: Tensor | None,  # in-out: i32 (1,): with ``parity`` set to 1 if a residual is not finite or a gradient 1e34
+    counters: Tensor | None = None,  # in-out: i32 (COUNTERS, MAGNITUDES): residuals, by magnitude
     *,
     accumulate: str,
     grad_scale: float,
@@ -189,7 +195,7 @@ def compress(
     """One pass: accumulate the gradient into velocity and residual and find the candidates."""
     _launch_pass(
         segments, operands, velocity_in, residual_in, weights, thresholds, trust, scales, seed, parity,
-        velocity_out, residual_out, None, counts, marks, partials, flag,
+        velocity_out, residual_out, None, counts, marks, partials, flag, counters,
         accumulate, grad_scale, weight_decay, momentum,
     )  # fmt: skip
 
@@ -225,7 +231,7 @@ def compress_blocks(
     """
     _launch_pass(
         segments, operands, velocity_in, residual_in, None, None, trust, scales, seed, parity,
-        velocity_out, residual_out, values, None, None, partials, flag,
+        velocity_out, residual_out, values, None, None, partials, flag, None,
         accumulate, grad_scale, weight_decay, momentum, block_starts, out_indices, per_block, masking,
     )  # fmt: skip
 
@@ -253,7 +259,7 @@ def compress_all(
     """The same pass for a dense step: everything is sent, the residual becomes 0, the velocity is not masked."""
     _launch_pass(
         segments, operands, velocity_in, residual_in, None, None, trust, scales, seed, parity,
-        velocity_out, residual_out, sent, None, None, partials, flag,
+        velocity_out, residual_out, sent, None, None, partials, flag, None,
         accumulate, grad_scale, weight_decay, momentum,
     )  # fmt: skip
 
@@ -262,7 +268,7 @@ def _launch_pass(
     segments: Segments, operands: Operands, velocity_in: Tensor | None, residual_in: Tensor, weights: Tensor | None,
     thresholds: Tensor | None, trust: Tensor | None, scales: Tensor | None, seed: Tensor, parity: Tensor | None,
     velocity_out: Tensor | None, residual_out: Tensor, sent: Tensor | None, counts: Tensor | None,
-    marks: Tensor | None, partials: Tensor | None, flag: Tensor | None,
+    marks: Tensor | None, partials: Tensor | None, flag: Tensor | None, counters: Tensor | None,
     accumulate: str, grad_scale: float, weight_decay: float, momentum: float,
     places: Tensor | None = None, indices: Tensor | None = None, per_block: int = 0, masking: bool = False,
 ) -> None:  # fmt: skip
@@ -271,14 +277,15 @@ def _launch_pass(
         _compress_kernel, segments.num_blocks, residual_in,
         segments.block_table, operands.addresses, segments.numel_table, segments.start_table, velocity_in, residual_in,
         weights, thresholds, trust, scales, seed, parity, places,
-        velocity_out, residual_out, sent, indices, counts, marks, partials, flag,
+        velocity_out, residual_out, sent, indices, counts, marks, partials, flag, counters,
         grad_scale, weight_decay, momentum, len(segments.numels), segments.padded_numel,
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_SCALE=grad_scale != 1.0,
         HAS_SCALES=scales is not None, HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None,
         HAS_NORMS=partials is not None, HAS_PARITY=parity is not None, HAS_WEIGHTS=weights is not None,
-        SEND_ALL=sent is not None and per_block == 0, PER_BLOCK=per_block,
+        HAS_COUNTERS=counters is not None, SEND_ALL=sent is not None and per_block == 0, PER_BLOCK=per_block,
         MASK_VELOCITY=masking and velocity_in is not None, PER_TENSOR=sent is None and segments.per_tensor,
-        HALF=residual_in.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], WIRE=ELEMENT[wire], WORDS=WORDS, BLOCK=BLOCK,
+        HALF=residual_in.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], WIRE=ELEMENT[wire], COUNTERS=COUNTERS,
+        MAGNITUDES=MAGNITUDES, WORDS=WORDS, BLOCK=BLOCK,
     )  # fmt: skip
 
 

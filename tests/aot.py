@@ -39,6 +39,7 @@ from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.headers import HEADER_WORDS, TRAILER_WORDS
 from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import WORDS, Operands, Segments
+from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES
 
 MODULES = [
     importlib.import_module(f"fusedcomp.kernels.{module.name}")
@@ -90,6 +91,7 @@ NO_TRUST = {"trust": None, "partials": None}
 LEAST = NO_TRUST | {"scales": None, "parity": None}
 GUARDS = [ALL, {"scales": None, "parity": None}, NO_TRUST | {"scales": None}, NO_TRUST | {"parity": None}, LEAST]
 UNWEIGHTED = {"weights": None}
+COUNTED = [ALL, LEAST, *(guard | UNWEIGHTED | {"counters": None} for guard in GUARDS[1:])]
 HALF = [{"half_states": True}, {}]
 ELEMENTS = [{"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 WIRE = [{"wire": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
@@ -116,10 +118,11 @@ BLOCKS = [
 # choices are indifferent, the first and the last of all.
 CASES: dict[str, tuple[list[Overrides], ...]] = {
     "sample_threshold": (MEMORY, DECAY, [ALL, LEAST, LEAST | UNWEIGHTED], TYPES),
-    "compress": (MEMORY, DECAY, [ALL, LEAST, *(guard | UNWEIGHTED for guard in GUARDS[1:])], TYPES),
+    "compress": (MEMORY, DECAY, COUNTED, TYPES),
     "compress_all": (MEMORY, DECAY, [*GUARDS[:3], LEAST], TYPES),
     "compress_blocks": (MEMORY, BLOCKS, [ALL, LEAST | {"weight_decay": 0.0}], TYPES),
     "settle": (MEMORY, DECAY, [ALL, LEAST], TYPES),
+    "choose_entries": (),
     "list_candidates": (),
     "select_candidates": (without("weights"), without("parity"), HALF),
     "pack_payload": (SCOPE, without("velocity"), HALF, WIRE),
@@ -232,6 +235,12 @@ def arguments(
         "logs": i64(scopes),
         "histograms": i32(scopes, BINS),
         "tickets": i32(scopes),
+        "counters": i32(COUNTERS, MAGNITUDES),
+        "costs": torch.empty(2, dtype=torch.float64),
+        "shape": i64(2),
+        "wanted": i32(1),
+        "room": sizes.k,
+        "numel": segments.numel,
         "shared": i64(1 + 2 * blocks),
         # what travels
         "starts": inside(*rows, pages + 1, dtype=torch.int32),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedcomp
-from fusedcomp import LARS, SGD, BlockTopK, Identity, NoMemory, RandomK, Residual, Threshold, TopK
+from fusedcomp import CAT, LARS, SGD, AffineCost, BlockTopK, Identity, NoMemory, RandomK, Residual, Threshold, TopK
 from ranks import loss_of
 
 CONFIGS: list[dict[str, Any]] = [
@@ -21,6 +21,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"compressor": RandomK(0.2), "momentum": 0.9},
     {"compressor": BlockTopK(0.05), "momentum": 0.9, "weight_decay": 1e-2},
     {"compressor": Threshold(0.2), "momentum": 0.9, "memory": Residual()},
+    {"compressor": CAT(AffineCost(fixed=30.0)), "momentum": 0.9},
     {"compressor": Identity(), "momentum": 0.9, "weight_decay": 1e-2},
     {"cls": LARS, "compressor": TopK(0.05), "momentum": 0.9},
     {"cls": LARS, "momentum": 0.9},

@@ -13,8 +13,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUM = {"rtol": 1e-5, "atol": 1e-6}  # sums of squares: another order of additions
 
 NAMES = (
-    "sample", "compress", "refine", "apply", "norms", "dense", "headers", "clip", "verdict", "decay", "draws", "merge",
-    "shares", "pieces", "sidco",
+    "sample", "compress", "tune", "refine", "apply", "norms", "dense", "headers", "clip", "verdict", "decay", "draws",
+    "merge", "shares", "pieces", "sidco",
 )  # fmt: skip
 KERNELS = {name: importlib.import_module(f"fusedcomp.kernels.{name}") for name in NAMES}
 TWINS = {name: importlib.import_module(f"fusedcomp.kernels.reference.{name}") for name in NAMES}

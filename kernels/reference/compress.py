@@ -7,6 +7,7 @@ from fusedcomp.kernels.compress import LARGEST
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE
 from fusedcomp.kernels.reference.elements import half_of, narrow_clamped, rounding_noise, stochastic
 from fusedcomp.kernels.reference.keys import rank_key, selection_key
+from fusedcomp.kernels.reference.tune import tally_magnitudes
 from fusedcomp.kernels.segments import BLOCK, PAGE, Operands, Segments, memory_order
 
 
@@ -34,9 +35,12 @@ def prepared(
 
 def _sum_squares(values: Tensor, out: Tensor) -> None:
     """Per-block sums of squares of one segment."""
-    squares = torch.zeros(out.numel() * BLOCK, dtype=torch.float32, device=values.device)
-    squares[: values.numel()] = values * values
-    torch.sum(squares.view(-1, BLOCK), 1, out=out)
+    torch.sum(_whole_blocks(values * values).view(-1, BLOCK), 1, out=out)
+
+
+def _whole_blocks(values: Tensor) -> Tensor:
+    """With zeros at the end."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))
 
 
 def _accumulate_segment(
@@ -89,6 +93,7 @@ def compress(
     marks: Tensor,
     partials: Tensor | None,
     flag: Tensor | None,
+    counters: Tensor | None = None,
     *,
     accumulate: str,
     grad_scale: float,
@@ -115,6 +120,8 @@ def compress(
         if operands.grads[segment] is not None:
             key = rank_key(residual, index, seed, residual_out.itemsize == 2, weights)
             chosen[where] = key >= thresholds[segments.scope_of(segment)]
+            if counters is not None:
+                tally_magnitudes(counters, _whole_blocks(residual))
     _clear_padding(segments, velocity_out, residual_out)
     counts.copy_(chosen.view(-1, BLOCK).sum(1))
     bits = chosen.view(*marks.shape, 32).long() << torch.arange(32, device=chosen.device)
