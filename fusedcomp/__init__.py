@@ -9,6 +9,7 @@ from fusedcomp.compressors import RandomK as RandomK
 from fusedcomp.compressors import Threshold as Threshold
 from fusedcomp.compressors import TopK as TopK
 from fusedcomp.costs import AffineCost as AffineCost
+from fusedcomp.costs import LinkCost as LinkCost
 from fusedcomp.costs import PacketCost as PacketCost
 from fusedcomp.jointspar import JointSpar as JointSpar
 from fusedcomp.memories import MomentumCorrection as MomentumCorrection
@@ -28,6 +29,7 @@ __all__ = [
     "GradScaler",
     "Identity",
     "JointSpar",
+    "LinkCost",
     "MomentumCorrection",
     "NoMemory",
     "PacketCost",

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fusedcomp.amp import GradScaler
 from fusedcomp.buckets import is_dense_layout
-from fusedcomp.compressors import SPARSIFIERS, Identity, Threshold, TopK
+from fusedcomp.compressors import CAT, SPARSIFIERS, Identity, Threshold, TopK
+from fusedcomp.costs import LinkCost
 from fusedcomp.kernels.headers import FORMAT_VERSION
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
 from fusedcomp.values import is_flag, is_number
@@ -98,8 +99,10 @@ def _takes_back(name: str, memory: Any, states: torch.dtype) -> None:
 
 
 def knows_size(compressor: Any, names: Mapping[Tensor, str]) -> None:
-    """A threshold by density is of all of the model's elements: the hook's state must know the parameters."""
-    if isinstance(compressor, Threshold) and compressor.density is not None and not names:
+    """What is reckoned from all of the model's elements: the hook's state must know the parameters."""
+    by_density = isinstance(compressor, Threshold) and compressor.density is not None
+    by_share = isinstance(compressor, CAT) and isinstance(compressor.cost, LinkCost) and compressor.cost.compute > 0.0
+    if (by_density or by_share) and not names:
         raise ValueError(
             f"CompressionState: {compressor!r} depends on the size of the model: pass params=model.named_parameters()"
         )

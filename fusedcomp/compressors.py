@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusedcomp.costs import COSTS, Cost
+from fusedcomp.costs import COSTS, Cost, LinkCost
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.values import is_count, is_number, plain
 
@@ -201,7 +201,10 @@ class CAT:
     default, T is that of the accumulated gradient.
 
     Args:
-        cost: of a message: ``AffineCost(per_byte, fixed)`` or ``PacketCost(payload, header, fixed)``.
+        cost: of a message: ``AffineCost(per_byte, fixed)`` or ``PacketCost(payload, header, fixed)``; for
+            ``objective="time"`` ``LinkCost(latency, bandwidth, compute)``.
+        objective: ``"bits"``: the most descent for what is paid for bytes, as in the paper. ``"time"``: for the seconds
+            that the step takes.
         wire_dtype: as of ``TopK``.
 
     Raises:
@@ -210,11 +213,19 @@ class CAT:
     """
 
     cost: Cost
+    objective: str = "bits"
     wire_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if not isinstance(self.cost, COSTS):
-            raise TypeError(f"CAT: cost must be AffineCost(...) or PacketCost(...), got {self.cost!r}")
+            raise TypeError(f"CAT: cost must be AffineCost(...), PacketCost(...) or LinkCost(...), got {self.cost!r}")
+        if self.objective not in ("bits", "time"):
+            raise ValueError(f"CAT: objective must be 'bits' or 'time', got {self.objective!r}")
+        if isinstance(self.cost, LinkCost) != (self.objective == "time"):
+            raise ValueError(
+                "CAT: objective='time' goes with cost=LinkCost(...), objective='bits' with AffineCost(...) or "
+                f"PacketCost(...), got objective={self.objective!r} with {self.cost!r}"
+            )
         _check_wire("CAT", self.wire_dtype)
 
 

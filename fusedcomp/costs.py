@@ -2,13 +2,16 @@
 
 AffineCost  per_byte * bytes + fixed
 PacketCost  (payload + header) * packets + fixed
-LinkCost    seconds: the step's computing, a hop, and the bytes of the other ranks
+LinkCost    compute + (W - 1) (latency + bytes / bandwidth) seconds
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from fusedcomp.link import SECONDS, measure_link
 from fusedcomp.values import is_number, plain
 
 
@@ -83,6 +86,55 @@ class PacketCost:
         return Terms(self.payload + self.header, self.fixed, int(self.payload // message.entry), lead)
 
 
+@dataclass(frozen=True)
+class LinkCost:
+    """Seconds of a step: ``compute + (W - 1) * (latency + bytes / bandwidth)``, an all-gather over W ranks in a ring.
+
+    Of several buckets each has its share of ``compute``, by elements. One rank alone reckons as if there were two.
+
+    Args:
+        latency: of a hop, seconds.
+        bandwidth: of a rank, in one direction, bytes per second.
+        compute: seconds that a step takes besides, if nothing is sent.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    latency: float
+    bandwidth: float
+    compute: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "latency", "bandwidth", "compute")
+        if self.bandwidth == 0.0:
+            raise ValueError("LinkCost: bandwidth must be > 0, got 0.0")
+
+    @classmethod
+    def measure(
+        cls, process_group: dist.ProcessGroup | None = None, compute: float = 0.0, *, seconds: float = SECONDS
+    ) -> "LinkCost":
+        """Of the network as it is now; all ranks must call it, and get the same.
+
+        Args:
+            process_group: the ranks; None: the default group.
+            compute: as of the class; not measured.
+            seconds: after which no larger message is tried.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised, or has one rank.
+        """
+        link = measure_link(process_group, seconds=seconds)
+        return cls(link.latency_s, link.bandwidth_bytes_per_s, compute)
+
+    def terms(self, message: Message) -> Terms:
+        """Of one bucket's message."""
+        hops = max(message.world_size - 1, 1)
+        per_byte = hops / self.bandwidth
+        fixed = self.compute * message.share + hops * self.latency
+        return Terms(per_byte * message.entry, per_byte * message.head + fixed)
+
+
 def _check(cost: Any, *names: str) -> None:
     for name in names:
         value = getattr(cost, name)
@@ -91,5 +143,5 @@ def _check(cost: Any, *names: str) -> None:
         object.__setattr__(cost, name, float(plain(value)))
 
 
-Cost = AffineCost | PacketCost
-COSTS = (AffineCost, PacketCost)
+Cost = AffineCost | PacketCost | LinkCost
+COSTS = (AffineCost, PacketCost, LinkCost)

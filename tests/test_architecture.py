@@ -18,7 +18,7 @@ FRONT = sorted(path for path in (ROOT / "fusedcomp").rglob("*.py") if LINK not i
 # A module imports from its own layer and those above it in this list, from nothing below.
 LAYERS = (
     {"kernels"},
-    {"_dispatch", "wire", "buckets", "values", "amp", "costs"},
+    {"_dispatch", "wire", "buckets", "values", "amp", "link", "costs"},
     {"compressors", "memories", "collectives", "rules", "sizing", "bandit", "shares"},
     {
         "checks",

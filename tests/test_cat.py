@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fusedcomp
-from fusedcomp import CAT, AffineCost, MomentumCorrection, NoMemory, PacketCost, Residual
+from fusedcomp import CAT, AffineCost, LinkCost, MomentumCorrection, NoMemory, PacketCost, Residual
 from fusedcomp.costs import Message, Terms
 from fusedcomp.ddp import CompressionState
 from fusedcomp.kernels.reference.tune import choose_entries, tally_magnitudes
@@ -160,12 +160,28 @@ def test_no_more_are_sent_than_there_is_room_for(numel: int, seed: int, room: in
     chosen(values_of("normal", numel, seed), Terms(1.0, 100.0), room)
 
 
+@given(kind=KINDS, seed=seeds, compute=st.floats(1e-4, 1.0), world=st.integers(1, 64))
+def test_more_is_sent_over_a_faster_link(kind: str, seed: int, compute: float, world: int) -> None:
+    """The step's computing buys more entries the less they take; its rate is the best per second."""
+    values, message = values_of(kind, 5000, seed), Message(40, 6, world, 1.0)
+    found = [chosen(values, LinkCost(2e-5, rate, compute).terms(message)) for rate in (1e6, 1e8, 1e10)]
+    assert found == sorted(found)
+    hops = max(world - 1, 1)
+    entries = np.arange(1, 5001)
+    rates = alphas(values) / (compute + hops * (2e-5 + (40 + 6 * entries) / 1e8))
+    assert rates[found[1] - 1] >= BOUND * rates.max() * (1 - 1e-9)
+
+
 def test_the_terms_of_a_cost() -> None:
     """In bytes of the very payload: 6 or 4 an entry, and its header."""
     message = Message(head=40, entry=6, world_size=4, share=0.5)
     assert AffineCost(2.0, 100.0).terms(message) == Terms(12.0, 180.0)
     assert PacketCost(512, 64, 64).terms(message) == Terms(576.0, 64.0, 85, 7)
     assert PacketCost(512, 64, 64).terms(message._replace(entry=4)) == Terms(576.0, 64.0, 128, 10)
+    assert LinkCost(1e-5, 1e6, 0.01).terms(message) == pytest.approx((18e-6, 120e-6 + 3e-5 + 0.005, 1, 0))
+    assert LinkCost(1e-5, 1e6).terms(message._replace(world_size=1)) == LinkCost(1e-5, 1e6).terms(
+        message._replace(world_size=2)
+    )
     for entries in range(300):  # entries are not divided, the header fills a whole number of their places
         packets = -(-(entries + 7) // 85)
         assert packets * 85 * 6 >= 40 + 6 * entries
@@ -419,13 +435,62 @@ def test_costs_are_equal_on_all_ranks() -> None:
         assert "compressor of group 0" in message
 
 
+def _measured(rank: int, world: int) -> tuple[Any, bytes]:
+    """A link as it is, and a training with it."""
+    cost = LinkCost.measure(compute=0.01, seconds=0.0)
+    model = net()
+    optimizer = fusedcomp.SGD(model.parameters(), lr=0.05, momentum=0.9, compressor=CAT(cost, objective="time"))
+    for number in range(10):
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        optimizer.step()
+    return (cost.latency, cost.bandwidth, cost.compute), digest(model)
+
+
+def test_a_link_is_measured_alike_on_all_ranks() -> None:
+    (first, other) = run(_measured, 2)
+    assert first == other
+    (latency, bandwidth, compute), _ = first
+    assert latency > 0
+    assert bandwidth > 0
+    assert compute == 0.01
+
+
+def _failing(rank: int, world: int) -> tuple[bytes, str]:
+    """Rank 1 does what is not allowed between backward and step; the others learn of it, and nothing drifts."""
+    model = net()
+    optimizer = fusedcomp.SGD(model.parameters(), lr=0.05, momentum=0.9, compressor=CAT(AffineCost(fixed=100.0)))
+    message = ""
+    for number in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        if rank == 1 and number == 2:
+            model[0].weight.grad.mul_(2.0)
+        said = message_of(optimizer.step)
+        message = said if said != "nothing was raised" else message
+    return digest(model), message
+
+
+def test_a_rank_that_fails() -> None:
+    results = run(_failing, 2)
+    assert len({bits for bits, _ in results}) == 1
+    assert "another rank failed" in results[0][1]
+    assert "changed" in results[1][1] or "grad" in results[1][1]
+
+
 # ---- the record ----------------------------------------------------------------------------------------------------
 
 
 def test_bad_arguments() -> None:
     for make, told in (
-        (lambda: CAT(1.0), "TypeError: CAT: cost must be AffineCost(...) or PacketCost(...), got 1.0"),
+        (lambda: CAT(1.0), "TypeError: CAT: cost must be AffineCost(...), PacketCost(...) or LinkCost(...), got 1.0"),
         (lambda: CAT(AffineCost(), wire_dtype=torch.int8), "ValueError: CAT: wire_dtype must be"),
+        (lambda: CAT(AffineCost(), "bytes"), "ValueError: CAT: objective must be 'bits' or 'time', got 'bytes'"),
+        (lambda: CAT(AffineCost(), "time"), "ValueError: CAT: objective='time' goes with cost=LinkCost(...)"),
+        (lambda: CAT(LinkCost(1e-5, 1e9)), "ValueError: CAT: objective='time' goes with cost=LinkCost(...)"),
+        (lambda: LinkCost(1e-5, 0), "ValueError: LinkCost: bandwidth must be > 0, got 0.0"),
+        (lambda: LinkCost(-1.0, 1e9), "ValueError: LinkCost: latency must be finite and >= 0, got -1.0"),
+        (lambda: CompressionState(CAT(LinkCost(1e-5, 1e9, 0.1), "time")), "ValueError: CompressionState: CAT("),
         (lambda: AffineCost(-1.0), "ValueError: AffineCost: per_byte must be finite and >= 0, got -1.0"),
         (lambda: AffineCost(1.0, float("nan")), "ValueError: AffineCost: fixed must be finite and >= 0, got nan"),
         (lambda: AffineCost(0.0), "ValueError: AffineCost: per_byte or fixed must be > 0, got 0.0 for both"),
@@ -435,10 +500,10 @@ def test_bad_arguments() -> None:
         assert message_of(make).startswith(told)
 
 
-@pytest.mark.parametrize("cost", [AffineCost(2.0, 60.0), PacketCost(512, 64, 64)])
+@pytest.mark.parametrize("cost", [AffineCost(2.0, 60.0), PacketCost(512, 64, 64), LinkCost(1e-5, 1e9, 0.1)])
 def test_a_record_through_a_checkpoint(cost: Any, tmp_path: Any) -> None:
     weight = nn.Parameter(torch.zeros(64, 64))
-    compressor = CAT(cost, wire_dtype=torch.bfloat16)
+    compressor = CAT(cost, "time" if isinstance(cost, LinkCost) else "bits", torch.bfloat16)
     optimizer = fusedcomp.SGD([weight], lr=0.1, compressor=compressor)
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     other = fusedcomp.SGD([weight], lr=0.1)

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fusedcomp import link
 from fusedcomp.__main__ import main
-from fusedcomp.doctor import Check, checks, command, link, measure_link, run_checks, trial
+from fusedcomp.doctor import Check, checks, command, measure_link, run_checks, trial
 from fusedcomp.kernels._launch import INTERPRET
 from ranks import message_of, run
 

@@ -2,6 +2,6 @@
 
 from fusedcomp.doctor.checks import Check as Check
 from fusedcomp.doctor.checks import run_checks as run_checks
-from fusedcomp.doctor.link import Link as Link
-from fusedcomp.doctor.link import Rate as Rate
-from fusedcomp.doctor.link import measure_link as measure_link
+from fusedcomp.link import Link as Link
+from fusedcomp.link import Rate as Rate
+from fusedcomp.link import measure_link as measure_link

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomp.doctor.checks import FAILED, OK, WARNING, Check, run_checks
-from fusedcomp.doctor.link import TIMEOUT, Link, measure_link
+from fusedcomp.link import TIMEOUT, Link, measure_link
 
 SUMMARY = "check that everything is there, and (--link) how fast the network between ranks is"
 _START = "torchrun --nproc_per_node=2 -m fusedcomp doctor --link"
