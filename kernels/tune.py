@@ -58,12 +58,12 @@ def _choose_entries_kernel(
     count = tl.zeros((MAGNITUDES,), tl.int32)
     for copy in range(COUNTERS):
         count += take_histogram(counter_ptr + copy * MAGNITUDES, MAGNITUDES)
+    count = count.to(tl.uint32, bitcast=True).to(tl.int64)  # a bucket may have 2^32 elements
     digit = tl.arange(0, MAGNITUDES)
     octave = digit // STEPS
     below = tl.max(tl.where(count > 0, octave, 0)) - octave  # octaves below the largest
     place = STEPS + digit % STEPS
     square = ((place * (place + 1)).to(tl.int64) << precision) >> tl.minimum(tl.maximum(2 * below, 0), 63)
-    count = count.to(tl.int64)
     end = tl.cumsum(count, reverse=True)
     begin = end - count
     above = tl.cumsum(count * square, reverse=True) - count * square

@@ -45,6 +45,7 @@ OPTIMIZERS = {
     "threshold": lambda p: fusedcomp.SGD(
         p, lr=0.01, momentum=0.9, compressor=fusedcomp.Threshold.from_density(0.01), memory=fusedcomp.Residual()
     ),
+    "cat": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=fusedcomp.CAT(fusedcomp.PacketCost())),
     "clipped": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5),
 }
 
