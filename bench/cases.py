@@ -33,6 +33,7 @@ from trained import DENSITY, Config, Trained
 CONFIGS = (
     Config("fp32", keep=64),
     Config("bf16", half=True),
+    Config("block", blocks=True),
     Config("fp32_guarded", guarded=True),
     Config("fp32_d0.01", density=0.01),
     Config("fp32_25mb", buckets="25mb"),

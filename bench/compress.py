@@ -3,6 +3,8 @@
 python bench/compress.py                          all cases
 python bench/compress.py --quick --device cpu     small sizes, twins, figures that mean nothing
 
+"block" is BlockTopK, whose pass selects too; all others are TopK.
+
 pass_ms          one launch of the pass; ``of_twin`` is the time of its bandwidth twin (bandwidth.py) over it, 1 at best
 ms               everything; against ``accumulate``, the pass without selection, it is ``selection_ratio``
 ms of the rest   eager, torch.compile'd and per-tensor DGC (eager.py); torch.topk and CUB's DeviceTopK of |residual|,
@@ -32,11 +34,11 @@ from fusedcomp.exchange import Exchange
 from harness import log
 from trained import MOMENTUM
 
-USES = ("fp32", "bf16", "fp32_d0.01")
+USES = ("fp32", "bf16", "fp32_d0.01", "block")
 
 
 class Passes:
-    """Only the launch of ``compress`` per sparse bucket, in place, its arguments as the pipeline made them."""
+    """Only the launch of the pass per sparse bucket, in place, its arguments as the pipeline made them."""
 
     def __init__(self, frozen: Frozen, weight_decay: float) -> None:
         self.frozen, self.decay = frozen, weight_decay
@@ -49,17 +51,19 @@ class Passes:
             frozen.compress(weight_decay)
 
     def _noting(self, exchange: Exchange) -> SimpleNamespace:
-        """The exchange's launchers, of which ``compress`` notes its arguments and the thresholds it is given."""
-        real = exchange.ops.compress
+        """The exchange's launchers, of which the pass notes its arguments and the thresholds it is given."""
+        launcher = "compress_blocks" if self.frozen.config.blocks else "compress"
+        real = getattr(exchange.ops.compress, launcher)
 
         def compress(*args: Any, **numbers: Any) -> None:
-            call = functools.partial(real.compress, *args, **numbers)
-            named = inspect.signature(real.compress).bind(*args, **numbers).arguments
+            call = functools.partial(real, *args, **numbers)
+            named = {name: getattr(exchange, name) for name in ("thresholds", "counts", "marks")}
+            named |= inspect.signature(real).bind(*args, **numbers).arguments
             self.calls.append((call, named))
             self.thresholds.append(named["thresholds"].clone())
             call()
 
-        noting = SimpleNamespace(**(vars(real) | {"compress": compress}))
+        noting = SimpleNamespace(**(vars(exchange.ops.compress) | {launcher: compress}))
         return SimpleNamespace(**(vars(exchange.ops) | {"compress": noting}))
 
     def reset(self) -> None:
@@ -173,7 +177,7 @@ def record_counts(case: Case, frozen: Frozen) -> None:
     }
     if all("candidates" in m for m in metrics):
         counts["candidates_per_k"] = sum(int(m["candidates"]) for m in metrics) / frozen.k
-    if len(frozen.sparse) == 1 and not frozen.config.half:
+    if len(frozen.sparse) == 1 and not frozen.config.half and not frozen.config.blocks:
         sent = frozen.sparse[0].buffers.layout.views(frozen.sparse[0].buffers.own.view(1, -1)).values[0].abs()
         frozen.reset()
         values, _ = flat_dgc(frozen).run()

@@ -13,8 +13,8 @@ from torch import Tensor
 import bandwidth
 from fusedcomp import _dispatch
 from fusedcomp.exchange import Exchange
+from fusedcomp.gathered import GatheredExchange
 from fusedcomp.pipeline import DenseExchange
-from fusedcomp.sparse import SparseExchange
 from trained import Config, sparse_exchanges
 
 DECAY = 1e-4
@@ -163,7 +163,7 @@ def _take_grad(param: Tensor) -> Tensor:
     return grad
 
 
-def _without_norms(exchange: SparseExchange) -> Tensor:
+def _without_norms(exchange: GatheredExchange) -> Tensor:
     own = exchange.buffers.own.clone()
     exchange.buffers.layout.views(own.view(1, -1)).norms.zero_()
     return own

@@ -12,8 +12,8 @@ from torch import Tensor
 import bandwidth
 import harness
 import workloads
-from fusedcomp import LARS, SGD, TopK
-from fusedcomp.sparse import SparseExchange
+from fusedcomp import LARS, SGD, BlockTopK, TopK
+from fusedcomp.gathered import GatheredExchange
 
 MOMENTUM, DENSITY = 0.9, 0.001
 
@@ -26,13 +26,15 @@ class Config:
     kind: str = "SGD"
     density: float = DENSITY
     half: bool = False  # states of 16 bits
+    blocks: bool = False  # BlockTopK
     guarded: bool = False  # a step may be void: states of two halves
     buckets: str = "one"  # or "25mb"
     keep: int = 8  # payloads of the last so many steps, taken for those of as many ranks
 
     def build(self, params: Sequence[Tensor], lr: float, cap_mb: float) -> Any:
         """In a world of one, overlap off: gradients are compressed in ``step()``, where they can be frozen."""
-        kind, compressor = {"SGD": SGD, "LARS": LARS}[self.kind], TopK(density=self.density)
+        kind = {"SGD": SGD, "LARS": LARS}[self.kind]
+        compressor = (BlockTopK if self.blocks else TopK)(density=self.density)
         more: dict[str, Any] = {"state_dtype": torch.bfloat16} if self.half else {}
         more |= {"skip_nonfinite": True} if self.guarded else {}
         return kind(
@@ -40,8 +42,8 @@ class Config:
         )
 
 
-def sparse_exchanges(optimizer: Any) -> list[SparseExchange]:
-    return [e for e in optimizer._exchanges if isinstance(e, SparseExchange)]
+def sparse_exchanges(optimizer: Any) -> list[GatheredExchange]:
+    return [e for e in optimizer._exchanges if isinstance(e, GatheredExchange)]
 
 
 class Trained:

@@ -153,7 +153,7 @@ def _compress_kernel(
     else:
         store_state(residual_out_ptr + index, residual, None, HALF)
     if PER_BLOCK > 0:  # at last: values change threads on the way, and the registers of the states are free by now
-        send_of_block(block, accumulated, chosen, place_ptr, sent_ptr, indices_ptr, WIRE, BLOCK)
+        send_of_block(block, accumulated, chosen, place_ptr, sent_ptr, indices_ptr, WIRE, WORDS, BLOCK)
     elif not SEND_ALL:
         least = tl.load(threshold_ptr + segment * PER_TENSOR)
         if HAS_WEIGHTS:

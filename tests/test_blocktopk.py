@@ -15,12 +15,14 @@ from fusedcomp import BlockTopK, MomentumCorrection, NoMemory, Residual, TopK
 from fusedcomp.blocktopk import BlockExchange
 from fusedcomp.buckets import is_large
 from fusedcomp.buffers import places_of
+from fusedcomp.ddp import CompressionState
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.headers import FAILED, HEADER_WORDS
 from fusedcomp.kernels.reference.accumulate import ACCUMULATE as ACCUMULATE_TWIN
 from fusedcomp.kernels.reference.keys import selection_key
 from fusedcomp.kernels.segments import BLOCK, PAGE, Segments
 from fusedcomp.sizing import count_of_blocks
+from hooked import step, wrapped
 from kernel_cases import POISON, SIZES, Case, build
 from kernel_runs import (
     DEVICE,
@@ -36,6 +38,7 @@ from kernel_runs import (
     written,
 )
 from ranks import digest, loss_of, message_of, net, run
+from sampled import train
 from steppers import sent_by
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -447,6 +450,38 @@ def _a_rank_fails(rank: int, world: int, guarded: bool) -> tuple[list[str], byte
         loss_of(model, rank, number).backward()
         messages.append(message_of(optimizer.step))
     return messages, digest(model)
+
+
+def _in_the_hook(rank: int, world: int) -> bytes:
+    """DDP's hook does what the optimizer does, with momentum corrected or none."""
+    for config in ({}, {"momentum": 0.9, "skip_nonfinite": True}):
+        mine, theirs = net(), net()
+        state = CompressionState(BlockTopK(0.02), mine.named_parameters(), **config)
+        hooked, optimizer = wrapped(mine, state), torch.optim.SGD(mine.parameters(), lr=0.05)
+        reference = fusedcomp.SGD(theirs.named_parameters(), lr=0.05, compressor=BlockTopK(0.02), **config)
+        for number in range(6):
+            step(hooked, optimizer, rank, number)
+            step(theirs, reference, rank, number)
+            for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    return digest(mine)
+
+
+def test_in_the_hook_of_ddp() -> None:
+    first, second = run(_in_the_hook, 2)
+    assert first == second
+
+
+def _with_jointspar(rank: int, world: int) -> bytes:
+    model = net()
+    optimizer = fusedcomp.SGD(model.named_parameters(), lr=0.05, momentum=0.9, compressor=BlockTopK(0.05))
+    train(model, fusedcomp.JointSpar(optimizer, 0.5), 8, rank=rank)
+    return digest(model)
+
+
+def test_with_layers_drawn_by_jointspar() -> None:
+    first, second = run(_with_jointspar, 2)
+    assert first == second
 
 
 def _fail(grad: Tensor) -> Tensor:
