@@ -16,7 +16,7 @@ from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, Segments
 from fusedcomp.merging import Merger, make_vector, mask
 from fusedcomp.sizing import Selection
 from fusedcomp.sparse import SparseExchange
-from fusedcomp.wire import Payload, PayloadLayout, Split, moves_as_much
+from fusedcomp.wire import Payload, PayloadLayout, Split, split_is_dearer, split_layouts
 
 
 @dataclass
@@ -53,18 +53,18 @@ class SplitExchange(SparseExchange):
 
     def _layouts(self, k: int) -> tuple[Split, PayloadLayout, PayloadLayout]:
         """Of a piece, and of what comes of a range."""
-        segments, wire = self.bucket.segments, self.compressor.wire_dtype
-        split, count = Split.of(segments.num_pages, k, self.group.world_size), len(segments.numels)
-        piece = PayloadLayout(count, split.pages, split.room, with_norms=False, wire_dtype=wire)
-        return split, piece, PayloadLayout(count, split.pages, split.share, self.trust is not None, wire)
+        segments = self.bucket.segments
+        return split_layouts(
+            len(segments.numels), segments.num_pages, k, self.compressor.wire_dtype, self.trust is not None,
+            self.group.world_size,
+        )  # fmt: skip
 
     def _goes_dense(self, k: int) -> bool:
         if self.alone or self.always_sparse:
             return super()._goes_dense(k)
         split, piece, share = self._layouts(k)
-        raw, world = 4 * self.bucket.segments.numel, self.group.world_size
-        received = (world - 1) * (piece.nbytes + share.nbytes)
-        return moves_as_much(received, raw, world) or split.owners * piece.nbytes + share.nbytes >= raw
+        raw = 4 * self.bucket.segments.numel
+        return split_is_dearer(split, piece.nbytes, share.nbytes, raw, self.group.world_size)
 
     def prepare(self, selection: Selection, dense: bool, room: Tensor | None) -> None:
         """Buffers for this selection."""

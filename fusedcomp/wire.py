@@ -127,9 +127,25 @@ def dense_is_cheaper(payload_bytes: int, raw_bytes: int, world_size: int, collec
     sent, whatever W.
     """
     received = payloads_received(collective, world_size) * payload_bytes
-    return moves_as_much(received, raw_bytes, world_size) or payload_bytes >= raw_bytes
+    return _moves_as_much(received, raw_bytes, world_size) or payload_bytes >= raw_bytes
 
 
-def moves_as_much(received_bytes: int, raw_bytes: int, world_size: int) -> bool:
+def split_layouts(
+    segments: int, pages: int, k: int, wire_dtype: torch.dtype, with_norms: bool, world_size: int
+) -> tuple[Split, PayloadLayout, PayloadLayout]:
+    """How a bucket is dealt out; a piece, and what comes of a range."""
+    split = Split.of(pages, k, world_size)
+    piece = PayloadLayout(segments, split.pages, split.room, False, wire_dtype)
+    return split, piece, PayloadLayout(segments, split.pages, split.share, with_norms, wire_dtype)
+
+
+def split_is_dearer(split: Split, piece_bytes: int, share_bytes: int, raw_bytes: int, world_size: int) -> bool:
+    """``dense_is_cheaper`` of pieces and shares: an owner receives one of each from all others; never is more sent."""
+    received = (world_size - 1) * (piece_bytes + share_bytes)
+    sent = split.owners * piece_bytes + share_bytes
+    return _moves_as_much(received, raw_bytes, world_size) or sent >= raw_bytes
+
+
+def _moves_as_much(received_bytes: int, raw_bytes: int, world_size: int) -> bool:
     """Does a rank receive at least what a ring all-reduce of the raw bucket brings it?"""
     return world_size > 1 and received_bytes * world_size >= 2 * (world_size - 1) * raw_bytes

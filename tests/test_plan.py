@@ -14,6 +14,8 @@ from fusedcomp.__main__ import main
 from fusedcomp.plan import Cluster, Method, Planner, command, load
 from fusedcomp.plan.calibration import PATH, parse
 from fusedcomp.plan.cost import payload_nbytes, tree_crossings
+from fusedcomp.sizing import count_at
+from fusedcomp.wire import split_layouts
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "bench"))  # after tests/, whose modules keep their names
@@ -211,6 +213,30 @@ def test_a_tree_takes_a_hop_and_a_payload_a_round() -> None:
     assert 0.0 < found.step_ms - 1e3 * crossed / slow.bandwidth_bytes_per_s < 25.0
     steps = [plan.predict(TREE, replace(far, latency_s=s)).step_ms for s in (0.1, 0.2)]
     assert steps[1] - steps[0] == pytest.approx(1e3 * 0.1 * (len(rows) * 3 + 6))
+
+
+def test_a_split_takes_pieces_and_shares() -> None:
+    plan = planner(compute_ms=20.0)
+    method = replace(TOPK, collective="split")
+    slow, far = Cluster(8, 1, GBIT / 1e3, 0.0, measured=True), Cluster(8, 1, 1e4 * GBIT)
+    sparse = [b for b in plan.workload.buckets if b.sparse]
+    dealt = [split_layouts(b.segments, b.pages, count_at(0.001, b.numel), torch.float32, False, 8) for b in sparse]
+    dense = 4 * sum(b.numel + b.segments + 6 for b in plan.workload.buckets if not b.sparse)
+    found = plan.predict(method, slow)
+    assert found.nbytes == dense + sum(split.owners * piece.nbytes + share.nbytes for split, piece, share in dealt)
+    crossed = 7 / 8 * 2 * dense + sum(
+        7 / 8 * split.owners * piece.nbytes + 7 * share.nbytes for split, piece, share in dealt
+    )
+    assert 0.0 < found.step_ms - 1e3 * crossed / slow.bandwidth_bytes_per_s < 25.0
+    steps = [plan.predict(method, replace(far, latency_s=s)).step_ms for s in (0.1, 0.2)]
+    assert steps[1] - steps[0] == pytest.approx(1e3 * 0.1 * (len(dealt) * 8 + 6))
+
+
+@pytest.mark.parametrize(("density", "latency_us", "best"), [("0.0001", "100", "tree"), ("0.05", "5", "split")])
+def test_long_latencies_are_for_trees_and_large_payloads_for_splits(capsys, density, latency_us, best) -> None:
+    where = ("--model", "gpt2", "--nodes", "64", "--link", "10gbps", "--compute", "1")
+    out = said(capsys, *where, "--density", density, "--latency-us", latency_us)
+    assert f'collective="{best}" is the one to use here' in out
 
 
 @pytest.mark.parametrize(

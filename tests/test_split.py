@@ -14,7 +14,7 @@ from fusedcomp.kernels.reference.keys import selection_key, tie_hash
 from fusedcomp.kernels.segments import PAGE, Segments
 from fusedcomp.sizing import count_at
 from fusedcomp.split import SplitExchange
-from fusedcomp.wire import Split
+from fusedcomp.wire import Split, split_is_dearer
 from ranks import run
 
 SHAPES = ((200, 1001), (33, 77))  # three pages and a bit, and a segment in the last
@@ -28,6 +28,17 @@ def test_ranges_cover_the_pages_and_shares_the_entries(pages: int, k: int, world
     assert (split.owners - 1) * split.pages < pages <= split.owners * split.pages
     assert k <= split.owners * split.share < k + split.owners
     assert split.room == k or 2 * k <= split.owners * split.room < 2 * k + split.owners
+
+
+def test_dense_where_that_moves_no_more() -> None:
+    """An owner among 8 ranks receives 7 pieces and 7 shares; an all-reduce brings 7/4 of everything. Nor is more sent."""
+    alone, many = Split.of(1, 1000, 8), Split.of(16, 1000, 8)
+    assert alone == (1, 1, 1000, 1000)
+    assert not split_is_dearer(alone, 100, 100, 801, 8)
+    assert split_is_dearer(alone, 100, 100, 800, 8)
+    assert many == (8, 2, 250, 125)
+    assert not split_is_dearer(many, 100, 50, 851, 8)
+    assert split_is_dearer(many, 100, 50, 850, 8)
 
 
 class Simulated:

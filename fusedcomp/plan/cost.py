@@ -14,8 +14,10 @@ crossing   bytes that cross a node's link in one direction, of a payload of n by
                all-reduce  2 (W - 1) / W n            (a ring); with several GPUs a node between that and the least,
                                                       2 (N - 1) / N n, as NCCL was measured to choose
                tree        n for every rank of a node whose partner of a round is elsewhere, round by round
+               split       a node's ranks send a piece to every owner elsewhere; then an all-gather of shares
 hops       all-gather N - 1 (a ring), all-reduce 2 ceil(log2 N) (a tree, which NCCL may choose), per message; of a tree
-           the rounds in which any partner is elsewhere. What merging takes on the GPU was not measured and is left out
+           the rounds in which any partner is elsewhere, of a split 1 and those of the all-gather. What merging takes on
+           the GPU was not measured and is left out
 
 All GPUs are as fast as each other, the network is shared with nobody, a link carries its rate in both directions.
 """
@@ -29,7 +31,14 @@ import torch
 from fusedcomp.plan.calibration import Bucket, Calibration, Workload
 from fusedcomp.sizing import count_at
 from fusedcomp.tree import Tree
-from fusedcomp.wire import PayloadLayout, dense_is_cheaper, dense_numel, payloads_received
+from fusedcomp.wire import (
+    PayloadLayout,
+    dense_is_cheaper,
+    dense_numel,
+    payloads_received,
+    split_is_dearer,
+    split_layouts,
+)
 
 FORWARD = 1 / 3  # of a step without communication
 _RATES = (1e6 / 8, 1e13 / 8)  # bytes/s between which a break-even is looked for
@@ -88,7 +97,7 @@ class Method:
 
 
 DENSE = (Method("ddp"), Method("ddp_bf16"))
-COLLECTIVES = ("gather", "tree")  # TopK's
+COLLECTIVES = ("gather", "tree", "split")  # TopK's
 
 
 @dataclass(frozen=True)
@@ -127,10 +136,17 @@ class Prediction:
 class _Message:
     """One exchange of a bucket."""
 
-    nbytes: int  # that a rank hands to the collectives at a time
+    nbytes: int  # that a rank hands to the collectives at a time; of a split, its share of the sums
     kind: str  # "all-reduce", or TopK's collective
     ready: float  # share of all gradients that are there when it starts
     collectives: int = 1
+    piece: int = 0  # bytes for every owner, of a split
+    owners: int = 0
+
+    def sent(self, world: int) -> int:
+        """Bytes that the rank that sends most hands to the collectives."""
+        times = payloads_received("tree", world) if self.kind == "tree" else 1
+        return self.nbytes * times + self.piece * self.owners
 
 
 class Planner:
@@ -182,7 +198,7 @@ class Planner:
             exposed_ms=exposed,
             optimizer_ms=optimizer,
             host_ms=host,
-            nbytes=sum(message.nbytes * _times(message.kind, world) for message in messages) if world > 1 else 0,
+            nbytes=sum(message.sent(world) for message in messages) if world > 1 else 0,
             dense_buckets=dense_buckets,
         )
 
@@ -234,16 +250,14 @@ class Planner:
     def _compressed(self, method: Method, world: int) -> tuple[list[_Message], int, int]:
         messages, entries, dense = [], 0, 0
         for bucket in self.workload.buckets:
-            nbytes, kind = 4 * dense_numel(bucket.segments, bucket.numel, with_norms=False), "all-reduce"
-            if bucket.sparse:
-                payload = payload_nbytes(bucket, method)
-                if dense_is_cheaper(payload, 4 * bucket.numel, world, method.collective):
-                    dense += 1
-                else:
-                    kind, nbytes = method.collective, payload
-                    nbytes += 0 if kind == "gather" else 4 * dense_numel(bucket.segments, 0, with_norms=False)
-                    entries += count_at(method.density, bucket.numel)
-            messages.append(_Message(nbytes, kind, bucket.ready))
+            message = _sparse(bucket, method, world) if bucket.sparse else None
+            if message is None:
+                dense += bucket.sparse
+                nbytes = 4 * dense_numel(bucket.segments, bucket.numel, with_norms=False)
+                message = _Message(nbytes, "all-reduce", bucket.ready)
+            else:
+                entries += count_at(method.density, bucket.numel)
+            messages.append(message)
         return messages, entries, dense
 
     # ---- milliseconds ------------------------------------------------------------------------------------------
@@ -258,6 +272,9 @@ class Planner:
         elif message.kind == "tree":
             crossings, hops = tree_crossings(nodes, cluster.gpus_per_node)
             crossing = message.nbytes * (crossings if nodes > 1 else payloads_received("tree", world))
+        elif message.kind == "split":
+            leaving = cluster.gpus_per_node * message.owners * (nodes - 1) / nodes if nodes > 1 else message.owners
+            crossing, hops = message.piece * leaving + message.nbytes * (world - 1), nodes
         if nodes == 1:
             return 1e3 * crossing / known.nvlink_bytes_per_s
         rate = cluster.bandwidth_bytes_per_s * (1.0 if cluster.measured else known.efficiency)
@@ -273,9 +290,21 @@ class Planner:
         return ours - self.card.fused_sgd_ms(numel)
 
 
-def _times(kind: str, world: int) -> int:
-    """How often a message is handed to the collectives by the rank that does so most often."""
-    return payloads_received(kind, world) if kind == "tree" else 1
+def _sparse(bucket: Bucket, method: Method, world: int) -> _Message | None:
+    """A compressed bucket's exchange; None: it goes dense."""
+    raw, payload = 4 * bucket.numel, payload_nbytes(bucket, method)
+    if method.collective == "split" and world > 1:
+        split, piece, share = split_layouts(
+            bucket.segments, bucket.pages, count_at(method.density, bucket.numel), method.wire_dtype, False, world
+        )
+        if split_is_dearer(split, piece.nbytes, share.nbytes, raw, world):
+            return None
+        return _Message(share.nbytes, "split", bucket.ready, piece=piece.nbytes, owners=split.owners)
+    if dense_is_cheaper(payload, raw, world, "tree" if method.collective == "tree" else "gather"):
+        return None
+    if method.collective != "tree":
+        return _Message(payload, "gather", bucket.ready)
+    return _Message(payload + 4 * dense_numel(bucket.segments, 0, with_norms=False), "tree", bucket.ready)
 
 
 @functools.cache
