@@ -31,7 +31,7 @@ def test_ranges_cover_the_pages_and_shares_the_entries(pages: int, k: int, world
 
 
 def test_dense_where_that_moves_no_more() -> None:
-    """An owner among 8 ranks receives 7 pieces and 7 shares; an all-reduce brings 7/4 of everything. Nor is more sent."""
+    """An owner among 8 ranks receives 7 pieces and 7 shares, by an all-reduce 7/4 of everything. Nor is more sent."""
     alone, many = Split.of(1, 1000, 8), Split.of(16, 1000, 8)
     assert alone == (1, 1, 1000, 1000)
     assert not split_is_dearer(alone, 100, 100, 801, 8)
