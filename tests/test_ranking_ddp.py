@@ -188,6 +188,24 @@ def test_sampled_selection() -> None:
     assert first == second
 
 
+def _threshold(rank: int, world: int, state_dtype: torch.dtype) -> bool:
+    """In units of weight * |residual|: what stayed is just below it."""
+    ranking.INTERVAL = INTERVAL
+    _, state, ddp, optimizer = build(state_dtype=state_dtype)
+    for number in range(INTERVAL + 1):
+        step(ddp, optimizer, rank, number)
+    told = state.metrics()["threshold"].tolist()
+    weighted = [e for e in state._exchanges if RANK_WEIGHTS in e.bucket.states]
+    left = [float((e.weights * e.residual.float()).abs().max()) for e in weighted]
+    assert len(told) == len(left) == len(LARGE)
+    return all(most <= least < most * (1 + 1e-2) for most, least in zip(left, told, strict=True))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_threshold_is_weighted(state_dtype: torch.dtype) -> None:
+    assert all(run(_threshold, 2, state_dtype))
+
+
 def _conservation(rank: int, world: int) -> bool:
     """Whole numbers as gradients: what all ranks put in went out or is kept, bit for bit."""
     ranking.INTERVAL = INTERVAL
