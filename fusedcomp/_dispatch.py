@@ -18,6 +18,7 @@ from fusedcomp.kernels import (
     draws,
     headers,
     merge,
+    narrow,
     norms,
     pieces,
     refine,
@@ -35,6 +36,7 @@ from fusedcomp.kernels.reference import dense as dense_twin
 from fusedcomp.kernels.reference import draws as draws_twin
 from fusedcomp.kernels.reference import headers as headers_twin
 from fusedcomp.kernels.reference import merge as merge_twin
+from fusedcomp.kernels.reference import narrow as narrow_twin
 from fusedcomp.kernels.reference import norms as norms_twin
 from fusedcomp.kernels.reference import pieces as pieces_twin
 from fusedcomp.kernels.reference import refine as refine_twin
@@ -53,6 +55,7 @@ _KERNELS = SimpleNamespace(
     draws=draws,
     headers=headers,
     merge=merge,
+    narrow=narrow,
     norms=norms,
     pieces=pieces,
     refine=refine,
@@ -71,6 +74,7 @@ _TWINS = SimpleNamespace(
     draws=draws_twin,
     headers=headers_twin,
     merge=merge_twin,
+    narrow=narrow_twin,
     norms=norms_twin,
     pieces=pieces_twin,
     refine=refine_twin,

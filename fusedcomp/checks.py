@@ -27,7 +27,7 @@ TORCH_ONLY = {
 # What holds for the whole optimizer: in a param group it would be ignored.
 _CONSTRUCTOR_ONLY = (
     "process_group", "overlap", "bucket_cap_mb", "state_dtype", "max_grad_norm", "clip_scope", "skip_nonfinite",
-    "grad_scaler", "always_sparse",
+    "grad_scaler", "always_sparse", "dense_dtype",
 )  # fmt: skip
 _FLAGS = ("nesterov", "maximize", "exclude_1d_from_trust", "exclude_1d_from_decay")
 
@@ -154,6 +154,8 @@ def settings(given: Mapping[str, Any]) -> None:
     flag("overlap", given["overlap"])
     positive("bucket_cap_mb", given["bucket_cap_mb"])
     state_dtype(given["state_dtype"])
+    if given["dense_dtype"] not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dense_dtype must be torch.float32 or torch.bfloat16, got {given['dense_dtype']!r}")
     clip(given["max_grad_norm"], given["clip_scope"])
     flag("skip_nonfinite", given["skip_nonfinite"])
     scaler = given["grad_scaler"]

@@ -24,6 +24,7 @@ from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import RANKS_DIFFER
 from fusedcomp.levels import Levels, ShardedExchange
 from fusedcomp.memories import Memory
+from fusedcomp.narrow import NarrowExchange, is_narrow
 from fusedcomp.pipeline import DenseExchange
 from fusedcomp.randomk import RandomExchange
 from fusedcomp.shares import Shares
@@ -58,10 +59,14 @@ class Plan:
     always_sparse: bool = False
     compressed: int = 0  # elements of all of the front's sparse buckets
     ranked: bool = False  # do entries have weights?
+    dense_dtype: torch.dtype = torch.float32  # of what is never compressed, as it travels
 
     def exchange(self, bucket: Bucket, shared: Shared, seed: Tensor, sums: Tensor | None) -> Exchange:
         """The exchange of a bucket. ``sums``: room for the sums over ranks of 16-bit parameters."""
         if not bucket.treatment.sparse:
+            segments = bucket.segments
+            if is_narrow(segments.numel, len(segments.numels), self.dense_dtype, shared.group.world_size):
+                return NarrowExchange(bucket, shared, seed, self.with_momentum, self.dense_dtype)
             return DenseExchange(bucket, shared, seed, self.with_momentum)
 
         if isinstance(self.compressor, RandomK):

@@ -58,6 +58,9 @@ class SGD(CompressedOptimizer):
         state_dtype: of velocity and residual: ``torch.float32``, 8 bytes per compressed parameter, or
             ``torch.bfloat16``, 4 bytes and 40 % less traffic in the pass, rounded stochastically. The selection takes
             another 0.3 bytes per parameter at density 0.001.
+        dense_dtype: how the gradients of what is never compressed travel: ``torch.float32`` in an all-reduce, or
+            ``torch.bfloat16`` in a gather, with error feedback, 4 more bytes of state per such parameter. Where the
+            gather would move no fewer bytes, that is on more than three ranks, they travel in fp32 whatever this says.
         max_grad_norm: what a rank adds to the average, its gradient divided by the number of ranks, is clipped to
             max_grad_norm / sqrt(ranks) before it accumulates (DGC, section 3.3): gradients that agree in nothing but
             size then average to max_grad_norm at most. On one rank it is ``clip_grad_norm_``. None: no clipping. It
@@ -91,6 +94,7 @@ class SGD(CompressedOptimizer):
         overlap: bool = True,
         bucket_cap_mb: float = 100.0,
         state_dtype: torch.dtype = torch.float32,
+        dense_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         clip_scope: str = "model",
         skip_nonfinite: bool = False,
@@ -110,7 +114,7 @@ class SGD(CompressedOptimizer):
         }
         settings = Settings(
             process_group, overlap, bucket_cap_mb, state_dtype, max_grad_norm, clip_scope, skip_nonfinite,
-            grad_scaler, _always_sparse,
+            grad_scaler, _always_sparse, dense_dtype,
         )  # fmt: skip
         super().__init__(params, defaults, settings, {"dampening": dampening, **torch_only})
 
@@ -145,6 +149,7 @@ class LARS(CompressedOptimizer):
         overlap: as for ``SGD``.
         bucket_cap_mb: as for ``SGD``.
         state_dtype: as for ``SGD``.
+        dense_dtype: as for ``SGD``.
         max_grad_norm: as for ``SGD``.
         clip_scope: as for ``SGD``.
         skip_nonfinite: as for ``SGD``.
@@ -175,6 +180,7 @@ class LARS(CompressedOptimizer):
         overlap: bool = True,
         bucket_cap_mb: float = 100.0,
         state_dtype: torch.dtype = torch.float32,
+        dense_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         clip_scope: str = "model",
         skip_nonfinite: bool = False,
@@ -197,6 +203,6 @@ class LARS(CompressedOptimizer):
         }
         settings = Settings(
             process_group, overlap, bucket_cap_mb, state_dtype, max_grad_norm, clip_scope, skip_nonfinite,
-            grad_scaler, _always_sparse,
+            grad_scaler, _always_sparse, dense_dtype,
         )  # fmt: skip
         super().__init__(params, defaults, settings, {"dampening": dampening, **torch_only})

@@ -24,6 +24,7 @@ class Settings:
     skip_nonfinite: bool
     grad_scaler: GradScaler | None
     always_sparse: bool  # tests: compress every parameter, and never go dense
+    dense_dtype: torch.dtype = torch.float32  # of what is never compressed, as it travels
 
     @property
     def clip(self) -> Clip | None:

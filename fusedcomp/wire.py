@@ -34,6 +34,9 @@ so that the sums tell encodings too; headers of merged payloads are not read.
 With collective="split" a payload is cut into pieces, which have the same fields for the pages of a range, and a header
 that is not filled in; what comes of a range is gathered as a payload of the range's pages, under its sender's header.
 
+With ``dense_dtype=torch.bfloat16`` a dense buffer is gathered instead (narrow.py): header and presence as above, padded
+to 16 bytes, then values of bf16 (numel), padded to 16 bytes.
+
 RandomK's is one too, with k values in place of all: those drawn, in the order of their strata (kernels/draws.py).
 """
 

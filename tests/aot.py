@@ -97,6 +97,7 @@ ELEMENTS = [{"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.
 WIRE = [{"wire": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 # Types are a matter of loads and stores, whatever is done in between: each with all choices, and with the least.
 TYPES = [half | element for element in ELEMENTS for half in HALF]
+NARROW = [{"wire": torch.bfloat16}]
 SCOPE = [{"per_tensor": True}, {"per_tensor": False, "parity": None}]
 FAILED = [{"failed": True}, {"failed": False}]
 FALLBACK = [{"fallback": True}, {"fallback": True, "scales": None}, {"fallback": False, "scales": None}]
@@ -134,6 +135,9 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "sum_payloads": (WIRE,),
     "keep_rest": (without("parity"),),
     "mask_winners": (without("parity"),),
+    "pack_narrow": (NARROW, without("scales"), without("parity"), ELEMENTS),
+    "end_narrow": (NARROW,),
+    "sum_narrow": (NARROW,),
     "count_reaching": (),
     "estimate_threshold": (HALF,),
     "meet_thresholds": ([{"per_tensor": True}, {"per_tensor": False}], without("found_inf")),
@@ -258,6 +262,8 @@ def arguments(
         "header": inside(words, dtype=torch.int32),
         "headers": inside(sizes.world, words, dtype=torch.int32),
         "sent": torch.empty(segments.numel),
+        "mean": torch.empty(segments.numel),
+        "rows": inside(sizes.world, segments.numel, dtype=wire),
         "flat": torch.empty(segments.numel),
         "trailer": inside(count + TRAILER_WORDS),
         "norms": inside(2, count),

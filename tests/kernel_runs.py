@@ -14,7 +14,7 @@ SUM = {"rtol": 1e-5, "atol": 1e-6}  # sums of squares: another order of addition
 
 NAMES = (
     "sample", "compress", "tune", "refine", "apply", "norms", "dense", "headers", "clip", "verdict", "decay", "draws",
-    "merge", "shares", "pieces", "sidco",
+    "merge", "shares", "pieces", "sidco", "narrow",
 )  # fmt: skip
 KERNELS = {name: importlib.import_module(f"fusedcomp.kernels.{name}") for name in NAMES}
 TWINS = {name: importlib.import_module(f"fusedcomp.kernels.reference.{name}") for name in NAMES}

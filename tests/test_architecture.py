@@ -34,6 +34,7 @@ LAYERS = (
         "tree",
         "split",
         "tuned",
+        "narrow",
         "levels",
     },
     {
