@@ -165,7 +165,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         plan = Plan(
             group["compressor"], group["memory"], self._with_momentum[index], settings.state_dtype, self._levels,
             settings.always_sparse, sum(b.segments.numel for b in self._buckets if b.treatment.sparse),
-            settings.dense_dtype,
+            dense_dtype=settings.dense_dtype,
         )  # fmt: skip
         return plan.exchange(bucket, self._exchanges.shared, self._exchanges.new_seed(), sums)
 
