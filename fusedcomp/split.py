@@ -35,7 +35,6 @@ class _Parts:
     joined: Payload  # of all ranges, under all ranks' headers
     sent: Payload  # all own pieces
     merger: Merger | None  # of an owner
-    residuals: Tensor  # f32 (halves, elements): of the own range
 
 
 class SplitExchange(SparseExchange):
@@ -49,6 +48,13 @@ class SplitExchange(SparseExchange):
         if not self.alone:
             self.masked_at_last, self.masked, self.peers = self.masked, None, 1
             make_vector(self.shared, self.bucket.segments.padded_numel, self.bucket.device)
+        # The own range, which is the same for every k: its tables are no work for a step.
+        segments, rank = self.bucket.segments, self.group.rank
+        size = Split.of(segments.num_pages, 1, self.group.world_size).pages * BLOCKS_PER_PAGE
+        first, last = (min(number * size, segments.num_blocks) for number in (rank, rank + 1))
+        self.range = Segments.build([(last - first) * BLOCK], self.bucket.device) if last > first else None
+        halves = self.residual.view(-1, segments.padded_numel)
+        self.own_residuals = halves[:, first * BLOCK : last * BLOCK]
         self.parts: _Parts
 
     def _layouts(self, k: int) -> tuple[Split, PayloadLayout, PayloadLayout]:
@@ -74,8 +80,7 @@ class SplitExchange(SparseExchange):
 
     def _allocate(self, k: int) -> _Parts:
         split, piece, share = self._layouts(k)
-        segments, world, rank = self.bucket.segments, self.group.world_size, self.group.rank
-        device, owns = self.bucket.device, self.group.rank < split.owners
+        segments, world, device, mine = self.bucket.segments, self.group.world_size, self.bucket.device, self.range
 
         def rows(count: int, layout: PayloadLayout) -> Tensor:
             return torch.zeros((count, layout.nbytes), dtype=torch.uint8, device=device)
@@ -86,20 +91,16 @@ class SplitExchange(SparseExchange):
             )
             return layout.views(rows(1, layout))
 
-        cut, received, shares = rows(split.owners, piece), rows(world if owns else 0, piece), rows(world, share)
+        cut, received, shares = rows(split.owners, piece), rows(world if mine else 0, piece), rows(world, share)
         own_share, gathered = rows(1, share), share.views(shares)
-        merger, padded, pieces = None, segments.padded_numel, piece.views(received)
-        first = min(rank * split.pages * BLOCKS_PER_PAGE, segments.num_blocks)
-        blocks = min(split.pages * BLOCKS_PER_PAGE, segments.num_blocks - first)
-        if owns:
-            mine = Segments.build([blocks * BLOCK], device)
+        merger, pieces = None, piece.views(received)
+        if mine is not None:
             merger = Merger(self, mine, [split.share], min(world * split.room, mine.numel))
             pieces = pieces._replace(starts=pieces.starts[:, : mine.num_pages + 1])
         return _Parts(
             split, cut, received, own_share[0], shares, piece.views(cut), pieces,
             share.views(own_share), gathered,
             joined(split.share)._replace(header=gathered.header, norms=gathered.norms), joined(split.room), merger,
-            self.residual.view(-1, padded)[:, first * BLOCK : (first + blocks) * BLOCK],
         )  # fmt: skip
 
     # ---- launch --------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class SplitExchange(SparseExchange):
         self.work.wait()
         told = 0
         if parts.merger is not None:
-            parts.merger.merge(parts.pieces, parts.outcome, 0, parts.residuals, 0, 1)
+            parts.merger.merge(parts.pieces, parts.outcome, 0, self.own_residuals, 0, 1)
             starts, pages = parts.outcome.starts[0], parts.merger.segments.num_pages
             starts[pages + 1 :] = starts[pages]  # the last range may lack some
             told = parts.outcome.header[0, 2] & NON_FINITE.value  # a sum of finite values may be infinite

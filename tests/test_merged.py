@@ -80,6 +80,28 @@ def test_replicas_and_resume_are_bit_exact(collective: str, world: int, options:
     assert len(set(run(_resume, world, collective, options))) == 1
 
 
+def _warm_up(rank: int, world: int, collective: str) -> tuple[list[int], bytes]:
+    """Densities fall, from a dense start on: buffers are made anew, and what waits is taken along."""
+    weight = nn.Parameter(torch.zeros(300, 1001))
+    compressor = TopK(0.002, warmup_steps=6, warmup_densities=[1.0, 0.1, 0.02], collective=collective)
+    optimizer = fusedcomp.SGD([weight], lr=0.5, momentum=0.5, compressor=compressor)
+    generator, sent = torch.Generator().manual_seed(rank), []
+    for _ in range(9):
+        weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+        sent.append(int(optimizer.metrics()["bytes_sent"]))
+    return sent, weight.detach().numpy().tobytes()
+
+
+@BOTH
+def test_a_warm_up(collective: str) -> None:
+    results = run(_warm_up, 4, collective)
+    assert len({bits for _, bits in results}) == 1
+    sent = results[0][0]
+    assert sent[0] == sent[1] >= 4 * 300 * 1001
+    assert sent[1] > sent[2] == sent[3] > sent[4] == sent[5] > sent[6] == sent[8]
+
+
 def _lars_norms(rank: int, world: int, collective: str) -> None:
     """All ranks' norms travel along: the trust ratios are those of a gather."""
     models, norms = [net(), net()], []
