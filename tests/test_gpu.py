@@ -19,6 +19,8 @@ pytestmark = pytest.mark.gpu
 OPTIMIZERS = {
     "topk": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, weight_decay=1e-4, compressor=TopK(0.01)),
     "tensor": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01, scope="tensor")),
+    "tree": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01, collective="tree")),
+    "split": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01, collective="split")),
     "lars": lambda p: fusedcomp.LARS(p, lr=1.0, weight_decay=1e-4, compressor=TopK(0.01)),
     "identity": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9),
     "warmup": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01, warmup_steps=12)),
@@ -260,15 +262,16 @@ def nccl_rank(rank: int, world: int, folder: str) -> None:
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
         results[name] = [p.detach().cpu() for p in model.parameters()]
-    model = wide_net()
-    optimizer = OPTIMIZERS["topk"](model.parameters())
-    step = make_step(model, optimizer)
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    for _ in range(5):
+    for name in ("topk", "tree", "split"):
+        model = wide_net()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        step = make_step(model, optimizer)
         step()
-    torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(5):
+            step()
+        torch.cuda.set_sync_debug_mode("default")
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
