@@ -28,7 +28,7 @@ import launches
 import records
 import tables
 from frozen import copy_all, on_twins, runs_kernels, small_tensors
-from fusedcomp import SGD, RandomK, Threshold, TopK
+from fusedcomp import CAT, SGD, BlockTopK, PacketCost, RandomK, Threshold, TopK
 from fusedcomp.compressors import Compressor
 from fusedcomp.pipeline import CompressedExchange
 from fusedcomp.randomk import RandomExchange
@@ -43,7 +43,10 @@ SECONDS = 150  # of a case
 METHODS: dict[str, Callable[[float], Compressor]] = {
     "topk": lambda _: TopK(DENSITY),
     "topk_sampled": lambda _: TopK(DENSITY, selection="sampled"),
+    "topk_sidco": lambda _: TopK(DENSITY, selection="sidco"),
     "topk_tensor": lambda _: TopK(DENSITY, scope="tensor"),
+    "block_topk": lambda _: BlockTopK(DENSITY),
+    "cat": lambda _: CAT(PacketCost()),
     "threshold": lambda threshold: Threshold(threshold),
     "randomk": lambda _: RandomK(DENSITY),
 }

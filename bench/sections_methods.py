@@ -5,7 +5,10 @@ from book import CASES, Book, Key, Record, markdown, origin
 WORDS = {
     "topk": "TopK(0.001)",
     "topk_sampled": "the same, sampled selection",
+    "topk_sidco": "the same, SIDCo's threshold",
     "topk_tensor": "the same, tensor by tensor",
+    "block_topk": "BlockTopK(0.001)",
+    "cat": "CAT(PacketCost())",
     "threshold": "Threshold, of TopK's own threshold",
     "randomk": "RandomK(0.001)",
 }

@@ -166,7 +166,7 @@ def test_merging(per_tensor: bool) -> None:
         )
         near = torch.full_like(out["keys"], -7)
         modules["refine"].select_candidates(
-            segments, out["offsets"], out["indices"], vector, mine.seed, None, i64(*ks),
+            segments, out["offsets"], out["indices"], vector, None, mine.seed, None, i64(*ks),
             torch.full((len(ks),), 55, dtype=torch.int32, device=DEVICE), out["histograms"],
             i64(*[(-7, -7, -7)] * len(ks)), near, torch.zeros(len(ks), dtype=torch.int32, device=DEVICE),
             out["tickets"], thresholds, out["keys"], out["flag"],
