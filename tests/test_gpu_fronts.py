@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomp
-from fusedcomp import SGD, GradScaler, Identity, TopK
+from fusedcomp import CAT, SGD, BlockTopK, GradScaler, Identity, PacketCost, TopK
 from fusedcomp.ddp import CompressionState, compress_hook
 from gpu_nets import LinearLoss, wide_net
 
@@ -153,6 +153,12 @@ def fronts(rank: int, world: int, folder: str) -> None:
         results["levels, guarded"] = optimized(rank, momentum, process_group=(both, alone), skip_nonfinite=True)
         close(results["two nodes"], optimized(rank, momentum))
         assert same(results["one node"], results["levels, guarded"])
+        for collective in ("tree", "split"):
+            results[collective] = optimized(rank, {"compressor": TopK(0.01, collective=collective), "momentum": 0.9})
+        results["model"] = optimized(rank, {"compressor": TopK(0.01, scope="model"), "bucket_cap_mb": 1.0})
+        results["blocks"] = optimized(rank, {"compressor": BlockTopK(0.01), "momentum": 0.9})
+        results["tuned"] = optimized(rank, {"compressor": CAT(PacketCost())})
+        results["narrow"] = optimized(rank, TENSOR, dense_dtype=torch.bfloat16)
     # No host synchronisation in a hook or an optimizer that may skip.
     model = wide_net()
     wrapped = DistributedDataParallel(model, device_ids=[rank])
