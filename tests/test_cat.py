@@ -203,8 +203,8 @@ def test_counting_and_choosing(name: str, values: str, state_dtype: torch.dtype)
         out = scratch(mine, 1, 1)
         written = (mine.velocity, mine.residual, out["counts"], out["marks"], None, out["flag"])
         modules["compress"].compress(
-            mine.segments, mine.operands(), mine.velocity, mine.residual, None, i64(1 << 60), None, None, mine.seed, None,
-            *written, counters, **STEP,
+            mine.segments, mine.operands(), mine.velocity, mine.residual, None, i64(1 << 60), None, None, mine.seed,
+            None, *written, counters, **STEP,
         )  # fmt: skip
         result = {"counted": counters.sum(0), "residual": mine.residual, "marks": out["marks"], "counts": out["counts"]}
         for number, (whole, lead, room) in enumerate([(1, 0, 10**6), (1, 0, 3), (85, 7, 10**6)]):
