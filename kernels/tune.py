@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusedcomp.kernels._launch import launch
 from fusedcomp.kernels.digits import take_histogram
-from fusedcomp.kernels.keys import magnitude_bits
+from fusedcomp.kernels.keys import INFINITE, magnitude_bits
 
 STEPS = tl.constexpr(8)  # bins an octave: of the 31 bits of a magnitude the first 8 + 3
 _SHIFT = tl.constexpr(20)
@@ -32,7 +32,7 @@ SUM_BITS = 54  # of sums of squares, beside the 8 of (2 STEPS - 1) 2 STEPS: belo
 @triton.jit
 def count_magnitudes(counter_ptr, block, values, COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr):
     """Add the magnitudes of a block to the counters; zeros, and what lies outside a segment, do not count."""
-    digit = magnitude_bits(values) >> _SHIFT
+    digit = tl.minimum(magnitude_bits(values), INFINITE) >> _SHIFT  # a NaN's own bits are the device's affair
     lowest = tl.max(digit) - (_WINDOW - 1)
     counted = tl.histogram(tl.maximum(digit - lowest, 0), _WINDOW, mask=(digit >= lowest) & (digit > 0))
     mine = counter_ptr + (block % COUNTERS) * MAGNITUDES + lowest

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fusedcomp.kernels.reference.elements import INFINITE
 from fusedcomp.kernels.reference.keys import magnitude_bits
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.kernels.tune import MAGNITUDES, SUM_BITS
@@ -12,7 +13,7 @@ _STEPS, _SHIFT, _WINDOW = 8, 20, 256
 
 def tally_magnitudes(counters: Tensor, values: Tensor) -> None:
     """Add the magnitudes of whole blocks to the first counter."""
-    digits = (magnitude_bits(values) >> _SHIFT).view(-1, BLOCK)
+    digits = (magnitude_bits(values).clamp(max=INFINITE) >> _SHIFT).view(-1, BLOCK)
     counted = digits[(digits > 0) & (digits > digits.amax(1, keepdim=True) - _WINDOW)]
     counters[0] += torch.bincount(counted, minlength=MAGNITUDES).to(torch.int32)
 
