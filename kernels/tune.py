@@ -44,7 +44,7 @@ def _rate(entries, exists, begin, above, square, each, fixed, whole, lead):
     """Of sending so many entries, of which those past ``begin`` are of one square; -1 where there are none such."""
     descent = above + (entries - begin) * square
     cost = each * ((entries + lead + whole - 1) // whole).to(tl.float64) + fixed
-    return tl.where(exists, descent.to(tl.float64) / cost, -1.0)
+    return tl.where(exists, descent.to(tl.float64) / tl.where(exists, cost, 1.0), -1.0)
 
 
 @triton.jit(do_not_specialize=["room", "precision"])

@@ -242,6 +242,24 @@ def test_choosing_from_any_counts(most: int, seed: int) -> None:
     assert int(results[0]["wanted"]) > 0 or not counted.any()
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs kernels on CPU tensors")
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_run_of_kernels_is_a_run_of_twins(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost, found = PacketCost(60, 20) if guarded else AffineCost(), set()
+    for ops in ("kernels", "reference"):
+        monkeypatch.setenv("FUSEDCOMP_OPS", ops)
+        weight = nn.Parameter(torch.zeros(50, 60))
+        optimizer = fusedcomp.SGD([weight], lr=0.1, momentum=0.9, compressor=CAT(cost), skip_nonfinite=guarded)
+        generator, wanted = torch.Generator().manual_seed(0), []
+        for _ in range(3):
+            weight.grad = torch.randn(50, 60, generator=generator)
+            optimizer.step()
+            wanted.append(int(optimizer._exchanges[0].wanted))
+        found.add((weight.detach().numpy().tobytes(), tuple(wanted)))
+    assert len(found) == 1
+    assert min(wanted) > 0
+
+
 # ---- a step --------------------------------------------------------------------------------------------------------
 
 
