@@ -1,0 +1,61 @@
+"""What CAT is to choose, in float64 and by sorting, and what its twins choose."""
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fusedcomp.costs import Terms
+from fusedcomp.kernels.reference.tune import choose_entries, tally_magnitudes
+from fusedcomp.kernels.segments import BLOCK
+from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES, STEPS
+
+seeds = st.integers(0, 2**31)
+BOUND = 1.0 / (1.0 + 1.0 / STEPS.value) ** 2  # of the best rate, which the rate found has at least
+
+
+def values_of(kind: str, numel: int, seed: int) -> Tensor:
+    """f32, of kinds that gradients are of, and of some that they are not."""
+    draw = torch.Generator().manual_seed(seed)
+    normal = torch.randn(numel, generator=draw, dtype=torch.float64)
+    if kind == "heavy":
+        normal = normal**5
+    if kind == "ties":
+        normal = (2 * normal).round()
+    if kind == "alike":
+        normal = normal.sign()
+    if kind == "wide":
+        normal = normal * 2.0 ** (torch.rand(numel, generator=draw) * 20 - 10)
+    if kind == "one":
+        normal[0] = 1e4
+    return normal.float()
+
+
+KINDS = st.sampled_from(["normal", "heavy", "ties", "alike", "wide", "one"])
+AFFINE = st.tuples(st.floats(1e-3, 1e3), st.floats(0.0, 1e6)).map(lambda of: Terms(*of))
+PACKETS = st.tuples(st.floats(1.0, 1e3), st.floats(0.0, 1e4), st.integers(1, 400), st.integers(0, 300)).map(
+    lambda of: Terms(*of)
+)
+
+
+def chosen(values: Tensor, terms: Terms, room: int = 1 << 30) -> int:
+    """The number of entries that the twins find."""
+    counters = torch.zeros(COUNTERS, MAGNITUDES, dtype=torch.int32)
+    tally_magnitudes(counters, nn.functional.pad(values, (0, -len(values) % BLOCK)))
+    ranks, wanted = torch.tensor([-7]), torch.tensor([-7], dtype=torch.int32)
+    costs = torch.tensor([terms.each, terms.fixed], dtype=torch.float64)
+    shape = torch.tensor([terms.whole, terms.lead])
+    choose_entries(costs, shape, counters, ranks, wanted, room=room, numel=len(values))
+    assert not counters.any()
+    assert int(ranks) == min(max(int(wanted), 1), room)
+    return int(wanted)
+
+
+def costs_of(terms: Terms, entries: np.ndarray) -> np.ndarray:
+    return terms.each * np.ceil((entries + terms.lead) / terms.whole) + terms.fixed
+
+
+def alphas(values: Tensor) -> np.ndarray:
+    """alpha(1), alpha(2), ... in float64, by sorting."""
+    squares = np.sort(values.double().numpy() ** 2)[::-1].cumsum()
+    return squares / squares[-1]
