@@ -422,7 +422,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         # A copy goes on in its original's group; making one would need all ranks.
         self._group, self._levels = state.get("_ranks") or resolve(self._settings.process_group)
         self._share(self.__dict__.pop("_steps"))
-        self._build(dict(self.state), self.__dict__.pop("_shares"))
+        self._build(dict(self.state), self.__dict__.pop("_shares", []))
         self._ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedOptimizer":
