@@ -54,7 +54,7 @@ def newest(book: Book, pair: Pair) -> list[int]:
 def dgc(book: Book) -> str | None:
     """Quality and bytes of dense training and of the recipe."""
     lines, used = [], []
-    for pair, steps in ((pair, steps) for pair in PAIRS for steps in pair.lengths or newest(book, pair)):
+    for pair, steps in [(each, steps) for each in PAIRS for steps in each.lengths or newest(book, each)]:
         dense, ours = runs(book, pair, "dense", steps), runs(book, pair, pair.ours, steps)
         if min(len(dense), len(ours)) < LEAST_SEEDS:
             continue
@@ -73,7 +73,8 @@ def dgc(book: Book) -> str | None:
     ]  # fmt: skip
     note = (
         "Mean and standard deviation over seeds. Bytes are those that one rank hands to collectives, of the whole "
-        "model, uncompressed parameters included: per step at the end, and over the run with its warm-up. Times are of runs that share their GPUs with others, over NVLink: no measure of speed. "
+        "model, uncompressed parameters included: per step at the end, and over the run with its warm-up. Times are of "
+        "runs that share their GPUs with others, over NVLink: no measure of speed. "
         f"{origin(used)}"
     )
     return markdown(header, lines, words=2) + "\n\n" + note
