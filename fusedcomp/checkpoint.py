@@ -38,21 +38,21 @@ _RECORDS = {
 
 
 def encode(
-    state_dict: dict[str, Any], group: Group, steps: Steps, shares: Sequence[Mapping[str, Any]]
+    state_dict: dict[str, Any], group: Group, steps: Steps, sizes: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Records become dicts; rank, world size and steps are noted in every param group, shares in the first."""
+    """Records become dicts; rank, world size and steps are noted in every param group, sizes in the first."""
     for packed in state_dict["param_groups"]:
         packed["compressor"] = encode_record(packed["compressor"])
         packed["memory"] = encode_record(packed["memory"])
         packed["fusedcomp"] = _origin(group, steps)
-    for packed in state_dict["param_groups"][:1] if shares else []:
-        packed["fusedcomp"]["shares"] = list(shares)
+    for packed in state_dict["param_groups"][:1] if sizes else []:
+        packed["fusedcomp"]["sizes"] = list(sizes)
     return state_dict
 
 
-def shares_of(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What buckets shared; nothing where they shared nothing."""
-    return [shares for packed in state_dict["param_groups"] for shares in packed.get("fusedcomp", {}).get("shares", ())]
+def sizes_of(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What payloads had for sizes, where steps before decide about them."""
+    return [sizes for packed in state_dict["param_groups"] for sizes in packed.get("fusedcomp", {}).get("sizes", ())]
 
 
 def decode(

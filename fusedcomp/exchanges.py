@@ -28,6 +28,7 @@ from fusedcomp.narrow import NarrowExchange, is_narrow
 from fusedcomp.pipeline import DenseExchange
 from fusedcomp.randomk import RandomExchange
 from fusedcomp.shares import Shares
+from fusedcomp.sizing import Adaptive
 from fusedcomp.sparse import SparseExchange
 from fusedcomp.split import SplitExchange
 from fusedcomp.tree import TreeExchange
@@ -256,14 +257,19 @@ class Exchanges(Sequence[Exchange]):
         taken = int(self._members[0].seed) if self._members else self.step - self._begun.skipped
         return Steps(taken, self.skipped)
 
-    def shares(self) -> list[dict[str, Any]]:
-        """What buckets share, as plain data; asks the device."""
-        return [shares.state() for shares in self._shares]
+    def sizes(self) -> list[dict[str, Any]]:
+        """What steps so far decide of the sizes of payloads, as plain data; asks the device."""
+        return [sized.state() for sized in self._sized()]
 
     def restore(self, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with what was shared; of other buckets it is of no use."""
-        for shares, state in zip(self._shares, kept, strict=False):
-            shares.restore(state)
+        """Go on with these sizes; of other buckets they are of no use."""
+        for sized, state in zip(self._sized(), kept, strict=False):
+            sized.restore(state)
+
+    def _sized(self) -> list[Shares | Adaptive]:
+        """What remembers sizes from one step to the next."""
+        sizings = [exchange.sizing for exchange in self if isinstance(exchange, SparseExchange)]
+        return [*self._shares, *(sizing for sizing in sizings if isinstance(sizing, Adaptive))]
 
     def normalise(self) -> None:
         """Let the first half of the states be the one that holds: for whoever looks at them from outside."""

@@ -128,9 +128,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         )  # fmt: skip
         self._exchanges = Exchanges(shared, device, begun)
 
-    def _build(self, kept: dict[Tensor, dict[str, Any]], shares: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Plan the buckets anew, taking over per-parameter states and shares; hooks, buffers and views follow."""
-        shares = self._exchanges.shares() if shares is None else shares
+    def _build(self, kept: dict[Tensor, dict[str, Any]], sizes: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Plan the buckets anew, taking over per-parameter states and sizes; hooks, buffers and views follow."""
+        sizes = self._exchanges.sizes() if sizes is None else sizes
         if hasattr(self, "_backward"):
             self._backward.remove_hooks()
         self._exchanges.normalise()  # ``kept`` may be views of it
@@ -149,7 +149,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         numel = max((b.segments.padded_numel for b in narrow), default=0)
         sums = torch.zeros(numel, dtype=torch.float32, device=device)
         self._exchanges.plan([self._exchange(b, sums if b in narrow else None) for b in self._buckets])
-        self._exchanges.restore(shares)
+        self._exchanges.restore(sizes)
         holders = [exchange.kept for exchange in self._exchanges]
         copy_states(holders, kept)
         self.state.clear()
@@ -376,7 +376,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         Residual and velocity of this rank are its own; the dict records rank, world size and steps. Nothing changes.
         """
         self._exchanges.normalise()
-        return checkpoint.encode(super().state_dict(), self._group, self._exchanges.steps(), self._exchanges.shares())
+        return checkpoint.encode(super().state_dict(), self._group, self._exchanges.steps(), self._exchanges.sizes())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of the same rank gave; also a torch.optim.SGD checkpoint.
@@ -404,14 +404,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
             for packed, group in zip(decoded["param_groups"], self.param_groups, strict=True)
             for key, param in zip(packed["params"], group["params"], strict=True)
         }
-        self._build(checkpoint.adopt(loaded, keep_residual=own), checkpoint.shares_of(state_dict))
+        self._build(checkpoint.adopt(loaded, keep_residual=own), checkpoint.sizes_of(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         self._exchanges.normalise()
         exchanges = self._exchanges
         return {
             **super().__getstate__(), "_settings": self._settings, "_steps": exchanges.steps(),
-            "_shares": exchanges.shares(),
+            "_sizes": exchanges.sizes(),
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -422,7 +422,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         # A copy goes on in its original's group; making one would need all ranks.
         self._group, self._levels = state.get("_ranks") or resolve(self._settings.process_group)
         self._share(self.__dict__.pop("_steps"))
-        self._build(dict(self.state), self.__dict__.pop("_shares", []))
+        self._build(dict(self.state), self.__dict__.pop("_sizes", []))
         self._ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedOptimizer":

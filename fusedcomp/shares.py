@@ -142,7 +142,7 @@ class Shares:
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Go on from there, if it is of these buckets; else shares begin with the buckets' sizes."""
-        if (kept["numels"], kept["limits"]) != (self.numels, self.limits):
+        if (kept.get("numels"), kept.get("limits")) != (self.numels, self.limits):
             return
         self.weights, self._density, self._due = list(kept["weights"]), kept["density"], kept["due"]
         self.model_key.fill_(kept["model_key"])

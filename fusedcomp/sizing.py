@@ -7,8 +7,8 @@ Adaptive   Threshold, CAT: somewhat more than any rank asked for some steps ago,
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -215,11 +215,10 @@ class Adaptive:
     def _after(self, row: int) -> Selection:
         if self._was_dense[row]:  # nobody was asked: see what a payload can take
             return self.limit if self.selection is self.everything else self.selection
-        if self._copied and not self._copied[row].query():
-            self._copied[row].synchronize()
-        if self._asked[row, :, 1].any():  # not finite, or a rank failed: no measure of what is to come
+        most, is_flagged = self._found(row)
+        if is_flagged:  # not finite, or a rank failed
             return self.selection
-        self._recent.append(int(self._asked[row, :, 0].max()))
+        self._recent.append(most)
         if self._recent[-1] > self.limit.k:
             return self.everything
         asked, room = min(max(self._recent), self.limit.k), self.selection.k
@@ -228,6 +227,32 @@ class Adaptive:
         if asked > room or wasteful or self.selection is self.everything:
             return self._fitting(needed)
         return self.selection
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, the same on all ranks. Waits for copies that are on their way."""
+        steps = [[step, self._was_dense[row], *self._found(row)] for row, step in enumerate(self._steps) if step >= 0]
+        return {
+            "limit": self.limit.k, "everything": self.everything.k, "room": self.selection.k, "settled": self._settled,
+            "recent": list(self._recent), "steps": steps,
+        }  # fmt: skip
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from there, if it is of such a bucket among as many ranks; else rooms begin anew."""
+        if (kept.get("limit"), kept.get("everything")) != (self.limit.k, self.everything.k):
+            return
+        room = kept["room"]
+        self.selection = self.everything if room == self.everything.k else self._fitting(room)
+        self._settled, self._recent = kept["settled"], deque(kept["recent"], maxlen=self.LAG)
+        for step, was_dense, most, is_flagged in kept["steps"]:
+            row = step % self.LAG
+            self._steps[row], self._was_dense[row] = step, was_dense
+            self._asked[row] = torch.tensor([most, is_flagged])
+
+    def _found(self, row: int) -> tuple[int, bool]:
+        """What the most demanding rank asked for, and whether it is no measure of what is to come."""
+        if self._copied and not self._copied[row].query():
+            self._copied[row].synchronize()
+        return int(self._asked[row, :, 0].max()), bool(self._asked[row, :, 1].any())
 
     def _fitting(self, entries: int) -> Selection:
         """Room for at least so many, if that is a payload at all."""

@@ -208,10 +208,11 @@ def test_rooms_follow_what_ranks_ask_for() -> None:
     assert rooms[-1] < rooms[29]
 
 
-def _with_other_rooms(rank: int, world: int) -> bytes:
-    """A resume forgets the room, which matters only where it does not suffice."""
+@patch.multiple(Adaptive, _FIRST=10**9, _SLACK=0.7, _LEAST=0)
+def _with_rooms_that_overflow(rank: int, world: int) -> bytes:
+    """A resume takes up the room, which does not suffice, and what the headers before it said."""
     model, again = net(), net(1)
-    make = {"lr": 0.05, "momentum": 0.9, "memory": Residual(), "compressor": Threshold(0.4)}
+    make = {"lr": 0.05, "momentum": 0.9, "memory": Residual(), "compressor": Threshold(0.1)}
     optimizer = fusedcomp.SGD(model.parameters(), **make)
     for number in range(12):
         optimizer.zero_grad()
@@ -220,18 +221,23 @@ def _with_other_rooms(rank: int, world: int) -> bytes:
     resumed = fusedcomp.SGD(again.parameters(), **make)
     again.load_state_dict(model.state_dict())
     resumed.load_state_dict(optimizer.state_dict())
+    over, sizes = 0, []
     for number in range(12, 30):
         for m, o in ((model, optimizer), (again, resumed)):
             o.zero_grad()
             loss_of(m, rank, number).backward()
             o.step()
-            assert int(o.metrics()["overflow"]) == 0
+            over += int(o.metrics()["overflow"]) > 0
+        sizes.append(optimizer._exchanges.sizes())
+        assert sizes[-1] == resumed._exchanges.sizes()
+    assert over > 0
+    assert any(size != sizes[0] for size in sizes)
     assert digest(model) == digest(again)
     return digest(model)
 
 
 def test_resume_and_replicas_are_bit_exact() -> None:
-    assert len(set(run(_with_other_rooms, 2))) == 1
+    assert len(set(run(_with_rooms_that_overflow, 2))) == 1
 
 
 @room_for_all
