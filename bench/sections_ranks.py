@@ -158,6 +158,7 @@ METHODS = {
     "lars_topk0.01": "LARS + TopK(0.01)",
     "threshold0.01": "SGD + Threshold.from_density(0.01), momentum behind",
     "block_topk0.01": "SGD + BlockTopK(0.01)",
+    "cat_fixed": "SGD + CAT(AffineCost(fixed=40000)), momentum behind",
     "cat_packets": "SGD + CAT(PacketCost()), momentum behind",
     "random0.05": "SGD + RandomK(0.05)",
     "random0.25_unbiased": "SGD + RandomK(0.25), unbiased",

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import records
-from fusedcomp import CAT, BlockTopK, Identity, NoMemory, PacketCost, RandomK, Residual, Threshold, TopK
+from fusedcomp import CAT, AffineCost, BlockTopK, Identity, NoMemory, PacketCost, RandomK, Residual, Threshold, TopK
 from fusedcomp.demo import DATASETS, data, model, ranks, train
 
 _BF16 = TopK(density=0.01, wire_dtype=torch.bfloat16)
@@ -32,6 +32,9 @@ METHODS = (
         "threshold0.01", "SGD + Threshold.from_density(0.01)", 0.1, Threshold.from_density(0.01), memory=Residual()
     ),
     train.Method("block_topk0.01", "SGD + BlockTopK(0.01)", 0.2, BlockTopK(density=0.01)),
+    train.Method(
+        "cat_fixed", "SGD + CAT(AffineCost(fixed=40000))", 0.2, CAT(AffineCost(fixed=40_000)), memory=Residual()
+    ),
     train.Method("cat_packets", "SGD + CAT(PacketCost())", 0.2, CAT(PacketCost()), memory=Residual()),
     train.Method("random0.05", "SGD + RandomK(0.05)", 0.1, RandomK(density=0.05)),
     train.Method(
