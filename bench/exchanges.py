@@ -11,6 +11,7 @@ topk0.01       TopK(0.01)
 topk0.001_bf16 TopK(0.001) with bf16 values on the wire
 threshold0.001 Threshold.from_density(0.001), momentum behind the exchange; what it sends depends on the gradients
 block_topk0.001 BlockTopK(0.001): two entries of every 2048, selected by the pass itself
+topk0.001_tree, topk0.001_split: payloads merged along a tree, or range by range, instead of gathered
 random0.01     RandomK(0.01): an all-reduce of values alone
 topk0.001_2level TopK(0.001) over two levels: dense inside the node, compressed between nodes
 hook0.001      DistributedDataParallel with fusedcomp's hook, TopK(0.001) and error feedback, and the SGD of the others;
@@ -173,6 +174,8 @@ EXCHANGES: dict[str, Callable[[nn.Module], Exchange]] = {
     "topk0.001_bf16": _ours(TopK(0.001, wire_dtype=torch.bfloat16)),
     "threshold0.001": _ours(Threshold.from_density(0.001), Residual()),
     "block_topk0.001": _ours(BlockTopK(0.001)),
+    "topk0.001_tree": _ours(TopK(0.001, collective="tree")),
+    "topk0.001_split": _ours(TopK(0.001, collective="split")),
     "random0.01": _ours(RandomK(0.01)),
     "topk0.001_2level": _two_levels(0.001),
     "hook0.001": _hook(0.001),

@@ -45,6 +45,8 @@ ROWS = {
     "topk0.001_bf16": "the same, bf16 on the wire",
     "threshold0.001": "Threshold.from_density(0.001)",
     "block_topk0.001": "BlockTopK(0.001)",
+    "topk0.001_tree": "TopK(0.001), merged along a tree",
+    "topk0.001_split": "TopK(0.001), split and reduced",
     "random0.01": "RandomK(0.01)",
     "topk0.001_2level": "TopK(0.001), two levels",
     "hook0.001": "DDP, TopK(0.001) hook",
