@@ -111,14 +111,15 @@ def rate_of(case: str) -> float:
 
 
 def curves(book: Book, model: str) -> dict[str, dict[float, Record]]:
-    """Provider -> Gbit/s -> record: one GPU per node, and NVLink."""
+    """Provider -> Gbit/s -> record: one GPU per node, of every rate the layout with most nodes; and NVLink."""
+    cases = [case for case in netlab_cases(book) if case.startswith(f"{model}@") and case.endswith("x1")]
+    largest = {rate_of(case): case for case in reversed(cases)}
     found: dict[str, dict[float, Record]] = {}
-    for case in netlab_cases(book):
-        if case.startswith(f"{model}@") and case.endswith("x1"):
-            for provider in ROWS:
-                row = book.ms("netlab", case, provider)
-                if row is not None:
-                    found.setdefault(provider, {})[rate_of(case)] = row
+    for rate, case in largest.items():
+        for provider in ROWS:
+            row = book.ms("netlab", case, provider)
+            if row is not None:
+                found.setdefault(provider, {})[rate] = row
     return {provider: found[provider] for provider in ROWS if provider in found}
 
 

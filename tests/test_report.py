@@ -206,6 +206,23 @@ def test_no_break_even_rate_is_made_up(tmp_path: Path) -> None:
     assert links(tmp_path, {"10gbps": 50.0}, {"25gbps": 21.0}) is None
 
 
+def test_a_curve_is_of_one_layout_at_every_rate(tmp_path: Path) -> None:
+    """The one with most nodes, also for a row that only another layout has."""
+    rows = [
+        record("netlab", f"gpt2@10gbps/{layout}", name, ms)
+        for layout, name, ms in (
+            ("4x1", "ddp", 9.0),
+            ("2x1", "ddp", 5.0),
+            ("2x2", "ddp", 4.0),
+            ("2x1", "hook0.001", 3.0),
+        )
+    ]
+    found = sections_ranks.curves(book_of(tmp_path, *rows), "gpt2")
+    assert {name: {rate: row["value"] for rate, row in line.items()} for name, line in found.items()} == {
+        "ddp": {10.0: 9.0}
+    }
+
+
 def test_a_link_that_did_not_keep_its_rate_is_left_out() -> None:
     """Bulk at 8 of 25 Gbit/s would flatter whoever sends little."""
     for nominal, bulk, counts in ((25_000, 8.3, False), (25_000, 19.8, True), (10_000, 8.3, False), (None, 8.3, True)):
