@@ -14,6 +14,8 @@ import torch.distributed as dist
 from fusedcomp.link import SECONDS, measure_link
 from fusedcomp.values import is_number, plain
 
+_LARGEST = 1e15  # whole bytes of a packet are counted in 64 bits
+
 
 class Message(NamedTuple):
     """What a bucket sends for k entries: ``head + entry * k`` bytes, to so many ranks."""
@@ -138,8 +140,8 @@ class LinkCost:
 def _check(cost: Any, *names: str) -> None:
     for name in names:
         value = getattr(cost, name)
-        if not is_number(value) or not 0.0 <= value < math.inf:
-            raise ValueError(f"{type(cost).__name__}: {name} must be finite and >= 0, got {value!r}")
+        if not is_number(value) or not 0.0 <= value <= _LARGEST:
+            raise ValueError(f"{type(cost).__name__}: {name} must be a number from 0 to 1e15, got {value!r}")
         object.__setattr__(cost, name, float(plain(value)))
 
 

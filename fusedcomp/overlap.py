@@ -154,9 +154,10 @@ class Backward:
         if index < self.next or self._is_complete(index):
             self.owner.fail(
                 f"parameter {self.owner.name_of(watched.param)} received a gradient after its bucket was complete: a "
-                "second backward() before step(), or a layer used by several reentrant checkpoints. Accumulate, or "
-                "keep gradients away that are not for this optimizer, inside optimizer.no_sync(); use "
-                "checkpoint(use_reentrant=False); or build the optimizer with overlap=False"
+                "second backward() before step(), a layer used by several reentrant checkpoints, or a parameter "
+                "unfrozen since zero_grad(). Accumulate, or keep gradients away that are not for this optimizer, "
+                "inside optimizer.no_sync(); use checkpoint(use_reentrant=False); unfreeze before zero_grad(); or "
+                "build the optimizer with overlap=False"
             )
         grad = watched.param.grad
         if grad is None:

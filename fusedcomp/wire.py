@@ -126,11 +126,12 @@ def payloads_received(collective: str, world_size: int) -> int:
 def dense_is_cheaper(payload_bytes: int, raw_bytes: int, world_size: int, collective: str = "gather") -> bool:
     """Would the payloads that a rank receives be at least what a ring all-reduce of the raw bucket moves?
 
-    Per rank the gather receives (W - 1) payload, the all-reduce 2 (W - 1) / W raw. A payload larger than raw is never
-    sent, whatever W.
+    Per rank the gather receives (W - 1) payload, the all-reduce 2 (W - 1) / W raw. More than raw is never sent,
+    whatever W: a gather sends its payload once, a tree one in every round.
     """
-    received = payloads_received(collective, world_size) * payload_bytes
-    return _moves_as_much(received, raw_bytes, world_size) or payload_bytes >= raw_bytes
+    count = payloads_received(collective, world_size)
+    sent = payload_bytes * (1 if collective == "gather" else max(1, count))
+    return _moves_as_much(count * payload_bytes, raw_bytes, world_size) or sent >= raw_bytes
 
 
 def split_layouts(

@@ -274,13 +274,17 @@ def test_bad_arguments() -> None:
         (lambda: CAT(AffineCost(), "time"), "ValueError: CAT: objective='time' goes with cost=LinkCost(...)"),
         (lambda: CAT(LinkCost(1e-5, 1e9)), "ValueError: CAT: objective='time' goes with cost=LinkCost(...)"),
         (lambda: LinkCost(1e-5, 0), "ValueError: LinkCost: bandwidth must be > 0, got 0.0"),
-        (lambda: LinkCost(-1.0, 1e9), "ValueError: LinkCost: latency must be finite and >= 0, got -1.0"),
+        (lambda: LinkCost(-1.0, 1e9), "ValueError: LinkCost: latency must be a number from 0 to 1e15, got -1.0"),
         (lambda: CompressionState(CAT(LinkCost(1e-5, 1e9, 0.1), "time")), "ValueError: CompressionState: CAT("),
-        (lambda: AffineCost(-1.0), "ValueError: AffineCost: per_byte must be finite and >= 0, got -1.0"),
-        (lambda: AffineCost(1.0, float("nan")), "ValueError: AffineCost: fixed must be finite and >= 0, got nan"),
+        (lambda: AffineCost(-1.0), "ValueError: AffineCost: per_byte must be a number from 0 to 1e15, got -1.0"),
+        (
+            lambda: AffineCost(1.0, float("nan")),
+            "ValueError: AffineCost: fixed must be a number from 0 to 1e15, got nan",
+        ),
         (lambda: AffineCost(0.0), "ValueError: AffineCost: per_byte or fixed must be > 0, got 0.0 for both"),
         (lambda: PacketCost(5), "ValueError: PacketCost: payload must be at least 6 bytes, an entry's, got 5"),
-        (lambda: PacketCost(512, True), "ValueError: PacketCost: header must be finite and >= 0, got True"),
+        (lambda: PacketCost(1e30), "ValueError: PacketCost: payload must be a number from 0 to 1e15, got 1e+30"),
+        (lambda: PacketCost(512, True), "ValueError: PacketCost: header must be a number from 0 to 1e15, got True"),
     ):
         assert message_of(make).startswith(told)
 
