@@ -45,8 +45,8 @@ def encode(
         packed["compressor"] = encode_record(packed["compressor"])
         packed["memory"] = encode_record(packed["memory"])
         packed["fusedcomp"] = _origin(group, steps)
-    for packed in state_dict["param_groups"][:1] if sizes else []:
-        packed["fusedcomp"]["sizes"] = list(sizes)
+    if sizes:
+        state_dict["param_groups"][0]["fusedcomp"]["sizes"] = list(sizes)
     return state_dict
 
 

@@ -150,9 +150,10 @@ class Exchanges(Sequence[Exchange]):
         """Where selections rank over the whole model: one for the buckets of each compressor."""
         members: dict[TopK, list[SparseExchange]] = {}
         for exchange in self:
-            compressor = getattr(exchange, "compressor", None)
-            if isinstance(exchange, SparseExchange) and isinstance(compressor, TopK) and compressor.scope == "model":
-                members.setdefault(compressor, []).append(exchange)
+            if isinstance(exchange, SparseExchange):
+                compressor = exchange.compressor
+                if isinstance(compressor, TopK) and compressor.scope == "model":
+                    members.setdefault(compressor, []).append(exchange)
         for compressor, those in members.items():
             limits = {exchange: limit for exchange in those if (limit := exchange.limit) > 0}
             if not limits:

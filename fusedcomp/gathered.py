@@ -47,8 +47,7 @@ class GatheredExchange(CompressedExchange):
 
     def _goes_dense(self, k: int) -> bool:
         nbytes, raw = self._layout(k).nbytes, 4 * self.bucket.segments.numel
-        collective = getattr(self.compressor, "collective", "gather")
-        return dense_is_cheaper(nbytes, raw, self.group.world_size, collective) and not self.always_sparse
+        return dense_is_cheaper(nbytes, raw, self.group.world_size) and not self.always_sparse
 
     def _set_dense(self, dense: bool) -> None:
         """Whether steps are dense from now on, and the sums that are needed then, or for momentum."""

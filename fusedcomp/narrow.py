@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedcomp.buckets import Bucket
 from fusedcomp.exchange import Hyper, Shared
 from fusedcomp.kernels.headers import HEADER_WORDS
-from fusedcomp.pipeline import DenseExchange
+from fusedcomp.pipeline import DenseExchange, held_square_norm
 from fusedcomp.wire import dense_is_cheaper
 
 
@@ -73,9 +73,7 @@ class NarrowExchange(DenseExchange):
     def metrics(self) -> dict[str, Tensor]:
         """This bucket's share of ``CompressedOptimizer.metrics``: what rounding left behind; nothing is selected."""
         nothing = torch.zeros((), dtype=torch.int64, device=self.bucket.device)
-        halves, parity = self.residual.view(-1, self.bucket.segments.padded_numel), self.shared.parity
-        squares = torch.linalg.vector_norm(halves, dim=1, dtype=torch.float64).square()
-        square = squares[0] if parity is None else torch.where(parity[0] == 0, squares[0], squares[1])
+        square = held_square_norm(self.residual, self.bucket.segments.padded_numel, self.shared.parity)
         return {
             "nnz": nothing,
             "candidates": nothing,

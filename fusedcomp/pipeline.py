@@ -287,10 +287,13 @@ class CompressedExchange(Exchange):
         """Of what is left behind on this rank, float64."""
         if "residual" not in self.bucket.states:
             return torch.zeros((), dtype=torch.float64, device=self.bucket.device)
-        square, *other = [_square_norm(half) for half in self.residual.split(self.bucket.segments.padded_numel)]
-        if self.shared.parity is not None:
-            square = torch.where(self.shared.parity[0] == 0, square, other[0])
-        return square
+        return held_square_norm(self.residual, self.bucket.segments.padded_numel, self.shared.parity)
+
+
+def held_square_norm(state: Tensor, padded_numel: int, parity: Tensor | None) -> Tensor:
+    """Of a state, or of the half of it that holds; float64."""
+    square, *other = [_square_norm(half) for half in state.split(padded_numel)]
+    return square if parity is None else torch.where(parity[0] == 0, square, other[0])
 
 
 def _square_norm(values: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class SparseExchange(GatheredExchange):
         super().__init__(
             bucket, shared, seed, compressor, memory, with_momentum, state_dtype, always_sparse, sums
         )  # fmt: skip
+        self.compressed = compressed
         if ranked:
             self.weights = bucket.add_state(RANK_WEIGHTS).fill_(1.0)
         segments, device = bucket.segments, bucket.device
@@ -84,7 +85,8 @@ class SparseExchange(GatheredExchange):
             self.sample_keys = zeros(len(self.samples), dtype=torch.int64)
             if isinstance(compressor, TopK):
                 self.sizing = Scheduled(compressor, segments.scope_numels)
-            self.logs = zeros(scopes, dtype=torch.int64)  # of n / k, where the threshold is estimated
+        if self._estimates:
+            self.logs = zeros(scopes, dtype=torch.int64)  # of n / k
         self.selection = NOTHING  # that ``buffers`` are for
 
     @property

@@ -18,7 +18,7 @@ from fusedcomp.kernels.headers import ENCODING, NON_FINITE
 from fusedcomp.merging import Merger, make_vector, mask
 from fusedcomp.sizing import Selection
 from fusedcomp.sparse import SparseExchange
-from fusedcomp.wire import Payload, PayloadLayout, dense_numel
+from fusedcomp.wire import Payload, PayloadLayout, dense_is_cheaper, dense_numel
 
 
 class Round(NamedTuple):
@@ -92,6 +92,10 @@ class TreeExchange(SparseExchange):
     def _layout(self, k: int) -> PayloadLayout:
         """Norms are summed: they travel with the trailer."""
         return layout_of(self.compressor, self.bucket.segments, False, k)
+
+    def _goes_dense(self, k: int) -> bool:
+        nbytes, raw = self._layout(k).nbytes, 4 * self.bucket.segments.numel
+        return dense_is_cheaper(nbytes, raw, self.group.world_size, "tree") and not self.always_sparse
 
     def prepare(self, selection: Selection, dense: bool, room: Tensor | None) -> None:
         """Buffers for this selection; the pass packs into this rank's row of the first pair."""

@@ -23,19 +23,18 @@ class TunedExchange(SparseExchange):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        compressed: int = args[-2]
         segments, device = self.bucket.segments, self.bucket.device
         self.sizing = self._adaptive(sampled_room(self.compressor, segments.numel))
-        terms = self.compressor.cost.terms(self._message(compressed))
+        terms = self.compressor.cost.terms(self._message())
         self.costs = torch.tensor([terms.each, terms.fixed], dtype=torch.float64, device=device)
         self.cost_shape = torch.tensor([terms.whole, terms.lead], dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTERS, MAGNITUDES, dtype=torch.int32, device=device)
         self.wanted = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def _message(self, compressed: int) -> Message:
+    def _message(self) -> Message:
         """What the cost is of."""
         head, entry = self._layout(0).nbytes, 2 + self.compressor.wire_dtype.itemsize
-        return Message(head, entry, self.group.world_size, self.bucket.segments.numel / max(compressed, 1))
+        return Message(head, entry, self.group.world_size, self.bucket.segments.numel / max(self.compressed, 1))
 
     def _refine(self) -> None:
         self.ops.tune.choose_entries(

@@ -38,7 +38,7 @@ def test_the_largest_are_sent(shape: Any, seed: int, fixed: float, kind: str) ->
     weight.grad = values_of(kind, weight.numel(), seed).view(shape)
     gradient = weight.grad.flatten().clone()
     optimizer.step()
-    wanted = chosen(gradient, cost.terms(exchange._message(weight.numel())))
+    wanted = chosen(gradient, cost.terms(exchange._message()))
     assert int(exchange.buffers.payloads.header[0, 1]) == wanted
     sent = sent_by(exchange)[: len(gradient)]
     count = min(max(wanted, 1), exchange.selection.k)
@@ -86,7 +86,7 @@ def test_the_guaranteed_descent(seed: int, fixed: float, packets: bool) -> None:
         optimizer.step()
         gained = float(sent_by(exchange)[:40].double().square().sum()) / (2 * smoothness)
         assert loss() <= before - gained + 1e-5 * before
-        rates = alphas(gradient) / costs_of(cost.terms(exchange._message(40)), np.arange(1, 41))
+        rates = alphas(gradient) / costs_of(cost.terms(exchange._message()), np.arange(1, 41))
         room = min(exchange.selection.k, 40)
         assert rates[int((sent_by(exchange) != 0).sum()) - 1] >= BOUND * rates[:room].max() * (1 - 1e-9)
 

@@ -315,6 +315,7 @@ def test_a_model_with_nothing_to_compress(capsys) -> None:
     out = said(capsys, "--model", "100", "--compute", "1", "--nodes", "64", "--link", "1")
     assert "Nothing would be compressed here" in out
     assert "Compressed is faster" not in out
+    assert "break-even" not in out
 
 
 def test_a_difference_within_the_error_is_called_that(capsys) -> None:

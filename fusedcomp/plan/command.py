@@ -160,11 +160,9 @@ def report(planner: Planner, cluster: Cluster, density: float) -> str:
     ours = min(ways, key=lambda p: (round(p.step_ms, 1), p.method.collective != "gather"))
     lines = [heading(planner, cluster), "", *_table(predictions), ""]
     lines += _gone_dense(predictions, cluster)
-    lines += [
-        *_fastest(ways, ours, cluster),
-        verdict(planner, cluster, ours),
-        break_even(planner, cluster, ours.method),
-    ]
+    lines += [*_fastest(ways, ours, cluster), verdict(planner, cluster, ours)]
+    if _is_compressed(planner, ours):
+        lines.append(break_even(planner, cluster, ours.method))
     lines += _notes(planner, cluster)
     if ours.method.collective != "gather":
         lines.append("The GPU's work of merging payloads has not been measured and is left out.")
@@ -231,13 +229,18 @@ def verdict(planner: Planner, cluster: Cluster, ours: Prediction) -> str:
         return "With one GPU nothing is exchanged: dense is faster here. Use torch.optim."
     times = f"{dense.method.title} {dense.step_ms:.1f} ms, {ours.method.title} {ours.step_ms:.1f} ms"
     quotient = dense.step_ms / ours.step_ms
-    if ours.nbytes >= 4 * planner.workload.numel:  # also where a model has nothing to compress
+    if not _is_compressed(planner, ours):
         return f"Nothing would be compressed here, for payloads would move as much: {times}. Use DDP, or Identity()."
     close = abs(math.log(quotient)) < math.log1p(error)
     doubt = f" Closer than the model's mean error of {100 * error:.0f} %: measure, or stay dense." if close else ""
     if quotient <= 1.0:
         return f"Dense is faster here: {times}.{doubt}"
     return f"Compressed is faster here, {quotient:.2f} times: {times}.{doubt}"
+
+
+def _is_compressed(planner: Planner, ours: Prediction) -> bool:
+    """Not where all buckets travel dense, nor of a model that has nothing to compress."""
+    return ours.nbytes < 4 * planner.workload.numel
 
 
 def break_even(planner: Planner, cluster: Cluster, method: Method) -> str:
