@@ -1,14 +1,15 @@
 """Does the DDP hook learn with Adam? A character-level GPT under DistributedDataParallel and torch.optim.AdamW.
 
 Rows: dense; TopK(0.01) with the same AdamW; TopK(0.01) as docs/ddp.md advises, without Adam's first moment, with a
-longer second one, and every rank's gradient clipped; the same, its entries ranked by Adam's scale; torch's PowerSGD
-hook of rank 4. In the first 5 % of the steps the density falls to 0.01, and PowerSGD is dense. Every method trains at
-every learning rate of a grid and with every seed; its own rate is the one with the lowest mean loss on the validation
-split. (Of one seed it could be a rate that only this seed survives: in a trial, seed 0 alone chose one with which seed
-1 lost 0.13.) The loss that is compared comes from a test split: of every 20 stretches of the text one is validation and
-one is test. A seed sets initial weights and the order of the data, for all methods alike. The rest is as in nanoGPT's
-recipe for Shakespeare: betas 0.9 and 0.99, weight decay 0.1 of matrices, dropout 0.2, a cosine to a tenth after a
-linear rise over the first 5 %, and 82 million characters in all; but no clipping save in the row that says so.
+longer second one, and every rank's gradient clipped; the same, its entries ranked by Adam's scale; that with a density
+of 0.001; torch's PowerSGD hook of rank 4. In the first 5 % of the steps the density falls, and PowerSGD is dense. Every
+method trains at every learning rate of a grid and with every seed; its own rate is the one with the lowest mean loss on
+the validation split. (Of one seed it could be a rate that only this seed survives: in a trial, seed 0 alone chose one
+with which seed 1 lost 0.13.) The loss that is compared comes from a test split: of every 20 stretches of the text one
+is validation and one is test. A seed sets initial weights and the order of the data, for all methods alike. The rest is
+as in nanoGPT's recipe for Shakespeare: betas 0.9 and 0.99, weight decay 0.1 of matrices, dropout 0.2, a cosine to a
+tenth (--final-lr) after a linear rise over the first 5 %, and 82 million characters in all; but no clipping save in the
+row that says so.
 
 Several pairs of processes train at once (teams.py): start the GPU's process server (nvidia-cuda-mps-control -d) first.
 Seconds are therefore no measure of speed.
@@ -42,7 +43,6 @@ import teams
 from characters import FULL, GPT, QUICK, Plan, Text, held_out_loss, loss_of, windows
 from fusedcomp import TopK, ddp
 
-DENSITY = 0.01
 APPROXIMATION_RANK = 4
 WEIGHT_DECAY = 0.1
 GRID = (5e-4, 1e-3, 2e-3)
@@ -54,6 +54,7 @@ class Method:
 
     title: str
     hook: str | None = None
+    density: float = 0.01  # of TopK
     betas: tuple[float, float] = (0.9, 0.99)
     max_grad_norm: float | None = None  # of the hook
     ranked: bool = False  # by the optimizer's second moments
@@ -65,6 +66,9 @@ METHODS = {
     "topk0.01_advised": Method("TopK(0.01), as advised", "topk", betas=(0.0, 0.999), max_grad_norm=0.25),
     "topk0.01_ranked": Method(
         "TopK(0.01), ranked by Adam's scale", "topk", betas=(0.0, 0.999), max_grad_norm=0.25, ranked=True
+    ),
+    "topk0.001_ranked": Method(
+        "TopK(0.001), ranked by Adam's scale", "topk", 0.001, betas=(0.0, 0.999), max_grad_norm=0.25, ranked=True
     ),
     "powersgd4": Method("PowerSGD, rank 4", "powersgd"),
 }
@@ -122,7 +126,7 @@ def register(
     """Register the method's hook; what tells the bytes of the last step, where the hook can."""
     if method.hook == "topk":
         state = ddp.CompressionState(
-            TopK(DENSITY, warmup_steps=plan.warmup_steps), max_grad_norm=method.max_grad_norm,
+            TopK(method.density, warmup_steps=plan.warmup_steps), max_grad_norm=method.max_grad_norm,
             rank_by=optimizer if method.ranked else None,
         )  # fmt: skip
         model.register_comm_hook(state, ddp.compress_hook)
@@ -133,11 +137,11 @@ def register(
     return None
 
 
-def prepare(text: Path, plan: Plan, device: torch.device) -> Callable[[Job], Outcome]:
-    return functools.partial(train, plan=plan, text=Text.read(text, device), device=device)
+def prepare(text: Path, plan: Plan, final_lr: float, device: torch.device) -> Callable[[Job], Outcome]:
+    return functools.partial(train, plan=plan, final_lr=final_lr, text=Text.read(text, device), device=device)
 
 
-def train(job: Job, plan: Plan, text: Text, device: torch.device) -> Outcome:
+def train(job: Job, plan: Plan, final_lr: float, text: Text, device: torch.device) -> Outcome:
     began, rank, world, method = time.monotonic(), dist.get_rank(), dist.get_world_size(), METHODS[job.provider]
     torch.manual_seed(job.seed)
     model = GPT(plan, text.vocabulary).to(device)
@@ -150,7 +154,9 @@ def train(job: Job, plan: Plan, text: Text, device: torch.device) -> Outcome:
     ]
     optimizer = torch.optim.AdamW(groups, lr=job.lr, betas=method.betas, fused=device.type == "cuda")
     bytes_of_step = register(wrapped, method, plan, optimizer)
-    factor = functools.partial(teams.lr_factor, steps=plan.steps, warmup_steps=plan.warmup_steps)
+    factor = functools.partial(
+        teams.lr_factor, steps=plan.steps, warmup_steps=plan.warmup_steps, final=final_lr
+    )  # fmt: skip
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     order = torch.Generator().manual_seed(1_000_003 * job.seed + rank)
     starts = torch.randint(len(text.train) - plan.context, (plan.steps, plan.batch), generator=order).to(device)
@@ -207,7 +213,7 @@ def main() -> None:
     grid = GRID[1:2] if options.quick else tuple(options.rates)
     began = time.monotonic()
     running = teams.running(
-        options.teams, options.ranks, options.device, functools.partial(prepare, options.text, plan)
+        options.teams, options.ranks, options.device, functools.partial(prepare, options.text, plan, options.final_lr)
     )  # fmt: skip
     with running as free:
         # The slow ones first, so that none is left over at the end.
@@ -248,6 +254,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--rates", nargs="+", type=float, default=GRID, help="learning rates; default: %(default)s")
     parser.add_argument("--steps", type=int, help=f"default: {FULL.steps}")
+    parser.add_argument(
+        "--final-lr", type=float, default=0.1, help="share of the rate at the end; default: %(default)s"
+    )
     parser.add_argument("--results", type=Path, default=records.RESULTS / "charlm.jsonl")
     options = teams.parse(parser)
     options.text = options.text.resolve()
@@ -275,11 +284,12 @@ def _record(options: argparse.Namespace, plan: Plan, job: Job, outcome: Outcome,
         lr=job.lr,
         lr_grid=GRID[1:2] if options.quick else options.rates,
         lr_chosen_by="every method its own, validation split, mean over seeds" if len(options.rates) > 1 else "given",
+        final_lr=options.final_lr,
         betas=method.betas,
         max_grad_norm=method.max_grad_norm,
         rank_by="AdamW" if method.ranked else None,
         weight_decay=WEIGHT_DECAY,
-        compressor=repr(TopK(DENSITY, warmup_steps=plan.warmup_steps)) if method.hook == "topk" else None,
+        compressor=repr(TopK(method.density, warmup_steps=plan.warmup_steps)) if method.hook == "topk" else None,
         approximation_rank=APPROXIMATION_RANK if method.hook == "powersgd" else None,
         dense_steps=plan.warmup_steps if method.hook == "powersgd" else None,
         seed=job.seed,

@@ -221,22 +221,24 @@ LANGUAGE = {
     "topk0.01": "TopK(0.01) hook",
     "topk0.01_advised": "TopK(0.01) hook, warm-up, betas and clipping as advised",
     "topk0.01_ranked": "the same, ranked by Adam's scale",
+    "topk0.001_ranked": "the same, TopK(0.001)",
     "powersgd4": "PowerSGD hook, rank 4",
 }
 
 
 def language(book: Book) -> str | None:
-    """Test loss of the character model over seeds: AdamW with the DDP hook. A table for each length of training."""
+    """Test loss of the character model over seeds: AdamW with the DDP hook. A table for each schedule of training."""
     tables = []
     for case in book.cases("training"):
-        lengths = {row["steps"] for p in LANGUAGE for row in book.all(case, Key("training", p, "test_loss"))}
-        tables += [_language(book, case, steps) for steps in sorted(lengths, reverse=True)]
+        rows = [row for p in LANGUAGE for row in book.all(case, Key("training", p, "test_loss"))]
+        schedules = {(row["steps"], row.get("final_lr", 0.1)) for row in rows}
+        tables += [_language(book, case, *schedule) for schedule in sorted(schedules, reverse=True)]
     return "\n\n".join(tables) or None
 
 
-def _language(book: Book, case: str, steps: int) -> str:
-    length = (("steps", steps),)
-    runs = {words: book.series(case, Key("training", p, "test_loss", length), "seed") for p, words in LANGUAGE.items()}
+def _language(book: Book, case: str, steps: int, final_lr: float) -> str:
+    schedule = (("steps", steps), ("final_lr", final_lr))
+    runs = {w: book.series(case, Key("training", p, "test_loss", schedule), "seed") for p, w in LANGUAGE.items()}
     runs = {words: rows for words, rows in runs.items() if rows}
     dense = [row["value"] for row in runs.get(LANGUAGE["dense"], [])]
     lines = []
@@ -258,9 +260,10 @@ def _language(book: Book, case: str, steps: int) -> str:
     dropout = f", dropout {one['dropout']:g}" if one.get("dropout") else ""
     note = (
         f"AdamW, a GPT of {one['parameters'] / 1e6:.2f} M parameters on {one['case'].title()}'s plays, character by "
-        f"character; {one['steps']} steps, {one['world_size']} ranks of {one['batch_per_rank']} windows of "
-        f"{one['context']}{dropout}; {len({r['seed'] for r in used})} seeds, mean and standard deviation; training "
-        f"loss of the last tenth; bytes of the whole run. Learning rate: {one['lr_chosen_by']}. {origin(used)}"
+        f"character; {one['steps']} steps, at the end of which the rate is {final_lr:g} of what it was, "
+        f"{one['world_size']} ranks of {one['batch_per_rank']} windows of {one['context']}{dropout}; "
+        f"{len({r['seed'] for r in used})} seeds, mean and standard deviation; training loss of the last tenth; bytes "
+        f"of the whole run. Learning rate: {one['lr_chosen_by']}. {origin(used)}"
     )
     header = ["", "lr", "betas", "test loss, nats per character", "against dense", "training loss", "fewer bytes"]
     return markdown(header, lines) + "\n\n" + note

@@ -158,12 +158,12 @@ def graphed(model: nn.Module, sample: Tensor) -> nn.Module:
     return torch.cuda.make_graphed_callables(model, (sample.clone(),)) if sample.is_cuda else model
 
 
-def lr_factor(step: int, steps: int, warmup_steps: int) -> float:
-    """A linear rise, then a cosine to a tenth."""
+def lr_factor(step: int, steps: int, warmup_steps: int, final: float = 0.1) -> float:
+    """A linear rise, then a cosine to ``final``."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+    return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
 
 
 def equal_on_all_ranks(model: nn.Module) -> bool:

@@ -326,8 +326,16 @@ def test_charlm_trains_every_method(tmp_path: Path) -> None:
         assert row["replicas_equal"] is True
         assert 0 < row["value"] < 6
         sent[row["provider"]] = row["bytes_sent"]
-    assert set(sent) == {"dense", "topk0.01_warmup", "topk0.01_advised", "topk0.01_ranked", "powersgd4"}
+    assert set(sent) == {
+        "dense",
+        "topk0.01_warmup",
+        "topk0.01_advised",
+        "topk0.01_ranked",
+        "topk0.001_ranked",
+        "powersgd4",
+    }
     assert sent["topk0.01_ranked"] == sent["topk0.01_advised"] == sent["topk0.01_warmup"]
+    assert sent["topk0.001_ranked"] < sent["topk0.01_ranked"]
     assert sent["topk0.01_warmup"] < sent["powersgd4"] < sent["dense"]
 
 

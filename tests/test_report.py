@@ -242,12 +242,17 @@ def test_language_models_by_method(tmp_path: Path) -> None:
         for provider, values in (("dense", (1.0, 3.0)), ("topk0.01_advised", (5.0,)))
         for seed, value in enumerate(values)
     ]
-    longer = more | {"steps": 9, "dropout": 0.2}
+    longer = more | {"steps": 9, "dropout": 0.2, "final_lr": 0.1}
     rows.append(record("training", "shakespeare", "dense", 0.5, "test_loss", seed=0, **longer))
+    rows.append(record("training", "shakespeare", "dense", 0.4, "test_loss", seed=0, **longer | {"final_lr": 0.0}))
     table = sections_ranks.language(book_of(tmp_path / "r", *rows))
-    long, short = table.split("7 steps")[0].rsplit("\n\n", 2)[0], table
+    parts = table.split("|  | lr")[1:]
+    assert len(parts) == 3  # one for each schedule
+    long, to_nothing, short = parts
+    assert "| dense | 0.002 | 0.9, 0.95 | 0.400 | +0.000 |" in to_nothing
+    assert "9 steps, at the end of which the rate is 0 of what it was" in to_nothing
     assert "| dense | 0.002 | 0.9, 0.95 | 0.500 | +0.000 | 0.500 | 40.0x |" in long
-    assert "9 steps, 2 ranks of 3 windows of 64, dropout 0.2" in long
+    assert "9 steps, at the end of which the rate is 0.1 of what it was, 2 ranks of 3 windows of 64, dropout" in long
     assert "| dense | 0.002 | 0.9, 0.95 | 2.000 ± 1.414 | +0.000 | 0.500 | 40.0x |" in short
     assert "as advised | 0.002 | 0.9, 0.95 | 5.000 | +3.000 | 0.500 | 40.0x |" in short
     assert "2.00 M parameters on Shakespeare's plays" in table
