@@ -17,14 +17,19 @@ class Pair(NamedTuple):
     ours: str = "topk"
     words_of_ours: str = "TopK(0.001)"
     lengths: tuple[int, ...] = ()  # of trainings, in steps; the newest one's where there are none
+    final_lr: float = 0.1  # share of the learning rate that is left at the end
 
 
 PAIRS = (
     Pair("ResNet-20 of twice the width, Fashion-MNIST, SGD", "resnet", "test_accuracy"),
     Pair("LSTM, characters, SGD, local clipping", "lstm", "test_loss", lengths=(2500, 8000)),
     Pair(
-        "GPT, characters, AdamW, DDP hook", "shakespeare", "test_loss", "training", "topk0.01_advised",
-        "TopK(0.01), as advised",
+        "GPT, characters, AdamW, DDP hook", "shakespeare", "test_loss", "training", "topk0.01_ranked",
+        "TopK(0.01), ranked by Adam's scale",
+    ),
+    Pair(
+        "GPT, the same, learning rate to 0", "shakespeare", "test_loss", "training", "topk0.001_ranked",
+        "TopK(0.001), ranked by Adam's scale", final_lr=0.0,
     ),
 )  # fmt: skip
 LEAST_SEEDS = 2
@@ -37,7 +42,9 @@ ORDER = (
 
 def runs(book: Book, pair: Pair, provider: str, steps: int) -> list[Record]:
     """One for each seed, of trainings of so many steps."""
-    return book.series(pair.case, Key(pair.bench, provider, pair.metric, (("steps", steps),)), "seed")
+    return book.series(
+        pair.case, Key(pair.bench, provider, pair.metric, (("steps", steps), ("final_lr", pair.final_lr))), "seed"
+    )
 
 
 def rows_of(book: Book, pair: Pair) -> list[Record]:

@@ -220,8 +220,8 @@ LANGUAGE = {
     "topk0.01_warmup": "TopK(0.01) hook, 5 % density warm-up",
     "topk0.01": "TopK(0.01) hook",
     "topk0.01_advised": "TopK(0.01) hook, warm-up, betas and clipping as advised",
-    "topk0.01_ranked": "the same, ranked by Adam's scale",
-    "topk0.001_ranked": "the same, TopK(0.001)",
+    "topk0.01_ranked": "TopK(0.01) hook, as advised and ranked by Adam's scale",
+    "topk0.001_ranked": "TopK(0.001) hook, as advised and ranked by Adam's scale",
     "powersgd4": "PowerSGD hook, rank 4",
 }
 
