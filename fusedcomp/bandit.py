@@ -90,15 +90,15 @@ def project(log_weights: Sequence[float], total: float, floor: float) -> list[fl
     return clipped(max(begin, math.log(total - rest) - log_sum))
 
 
-def draw(probabilities: Sequence[float], rng: random.Random) -> list[bool]:
-    """Every block by itself, anew while none is active."""
+def draw(probabilities: Sequence[float], rng: random.Random, may_be_empty: bool = False) -> list[bool]:
+    """Every block by itself; anew while none is active, unless that may be."""
     while True:
         active = [rng.random() < p for p in probabilities]
-        if any(active):
+        if may_be_empty or any(active):
             return active
 
 
-def inclusion(probabilities: Sequence[float]) -> list[float]:
-    """The chance of each block to be active in ``draw``: p / (1 - prod(1 - p)), as draws of none do not count."""
-    none = math.prod(1.0 - p for p in probabilities)
+def inclusion(probabilities: Sequence[float], may_be_empty: bool = False) -> list[float]:
+    """The chance of each block to be active in ``draw``: p / (1 - prod(1 - p)) where draws of none do not count."""
+    none = 0.0 if may_be_empty else math.prod(1.0 - p for p in probabilities)
     return [min(1.0, p / (1.0 - none)) for p in probabilities]

@@ -38,8 +38,8 @@ class JointSpar:
 
     Args:
         optimizer: any of torch's or fusedcomp's; build it first. Which of its parameters require grad is noted here.
-        budget: the expected share of active blocks, in (0, 1]; at least one block's. 1 is a run without JointSpar, bit
-            for bit.
+        budget: the expected share of active blocks, in (0, 1]. 1 is a run without JointSpar, bit for bit. At least one
+            block's, unless parameters in no block are there to be trained: then a draw may be of none.
         min_probability: the least p of a block, in (0, budget]: gradients are scaled by at most its inverse. None: half
             the budget.
         blocks: modules, or lists of parameters; each is one block. None: every parameter of two or more dimensions
@@ -84,7 +84,9 @@ class JointSpar:
             floor = plain(budget) / 2 if min_probability is None and is_number(budget) else min_probability
             self._rules = Rules(budget, floor, learning_rate, loss, redraw_every, sampling, lag, seed)
             self._blocks = blocks_of(optimizer, blocks, exclude)
-            self._rules.check_blocks(len(self._blocks))
+            known = {param for block in self._blocks for param in block}
+            self._always = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+            self._rules.check_blocks(len(self._blocks), self._may_be_empty)
             compressed = isinstance(optimizer, CompressedOptimizer)
             if sampling == "per_rank" and self._group.world_size > 1 and not compressed:
                 raise ValueError(
@@ -140,10 +142,15 @@ class JointSpar:
                 self._bandit.update(seen.square_norms(self._blocks), seen.inclusion)
             place = self._group.rank if self._rules.sampling == "per_rank" else "all"
             rng = random.Random(f"{self._rules.seed}/{place}/{self._draws}")
-            self._activate(draw(self._bandit.probabilities, rng))
+            self._activate(draw(self._bandit.probabilities, rng, self._may_be_empty))
         self._draws += 1
         self._drawn = True
         self.optimizer.zero_grad()  # a fusedcomp optimizer also counts here which gradients to wait for
+
+    @property
+    def _may_be_empty(self) -> bool:
+        """Has backward something to do where no block is active?"""
+        return any(param.requires_grad for param in self._always)
 
     def _refuse_frozen(self) -> None:
         for index, (block, active) in enumerate(zip(self._blocks, self._active, strict=True)):
@@ -156,7 +163,8 @@ class JointSpar:
                 )
 
     def _activate(self, active: Sequence[bool]) -> None:
-        self._active, self._inclusion = list(active), inclusion(self._bandit.probabilities)
+        self._active = list(active)
+        self._inclusion = inclusion(self._bandit.probabilities, self._may_be_empty)
         for block, on in zip(self._blocks, active, strict=True):
             for param in block:
                 param.requires_grad_(on)
@@ -239,7 +247,7 @@ class JointSpar:
             "active": torch.tensor(self._active),
             "num_active": torch.tensor(sum(self._active)),
             "active_share": self._share_of_bytes([float(active) for active in self._active]),
-            "expected_share": self._share_of_bytes(inclusion(self._bandit.probabilities)),
+            "expected_share": self._share_of_bytes(inclusion(self._bandit.probabilities, self._may_be_empty)),
         }
 
     def _share_of_bytes(self, chances: Sequence[float]) -> Tensor:

@@ -53,14 +53,14 @@ class Rules:
             if not is_count(value) or value < least:
                 raise ValueError(f"JointSpar: {name} must be an integer >= {least}, got {value!r}")
 
-    def check_blocks(self, number: int) -> None:
+    def check_blocks(self, number: int, may_be_empty: bool) -> None:
         """Refuse what cannot be drawn from."""
         if number == 0:
             raise ValueError(
                 "JointSpar: there is no block to draw: the optimizer has no parameter of two dimensions that requires "
                 "grad, or all are excluded; say which with blocks="
             )
-        if self.budget * number < 1.0 - 1e-9:
+        if self.budget * number < 1.0 - 1e-9 and not may_be_empty:
             raise ValueError(
                 f"JointSpar: budget must be at least one of the {number} blocks, {1 / number:.3g}, got {self.budget!r}"
             )

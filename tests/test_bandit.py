@@ -217,3 +217,10 @@ def test_draws_have_the_chances_they_should() -> None:
     for active, chance in subsets(probabilities):
         assert counts[active] / times == pytest.approx(chance, abs=5 * math.sqrt(chance / times))
     assert counts[False, False, False] == 0
+
+
+def test_draws_of_none_where_something_else_is_trained() -> None:
+    probabilities, rng, times = [0.1, 0.3], random.Random(0), 20_000
+    counts = Counter(tuple(draw(probabilities, rng, may_be_empty=True)) for _ in range(times))
+    assert counts[False, False] / times == pytest.approx(0.9 * 0.7, abs=5 * math.sqrt(0.25 / times))
+    assert inclusion(probabilities, may_be_empty=True) == probabilities
