@@ -4,6 +4,8 @@ resnet50   torchvision's ResNet-50 on 64 images of 224 x 224 a rank: bf16 autoca
 gpt2       GPT-2 small (124 M, tied embedding) on 8 x 1024 tokens a rank: bf16 autocast, flash attention, every block
            and the head compiled by themselves
 
+Other benches ask for larger batches.
+
 torch.compile over the whole model would hand over all gradients at once when backward is done, and nothing could be
 sent before; compiled block by block, gradients come as each block's backward ends.
 
@@ -26,8 +28,8 @@ _PEAK_SIDE = 8192  # of the square matrices whose product says what the card can
 class Images:
     """ResNet-50 on random images."""
 
-    def __init__(self, device: torch.device, quick: bool, rank: int) -> None:
-        batch, pixels, classes = (4, 32, 10) if quick else (64, 224, 1000)
+    def __init__(self, device: torch.device, quick: bool, rank: int, batch: int = 64) -> None:
+        batch, pixels, classes = (4, 32, 10) if quick else (batch, 224, 1000)
         torch.manual_seed(0)
         self.model = _resnet(quick).to(device, memory_format=torch.channels_last)
         torch.manual_seed(1000 + rank)
@@ -116,14 +118,15 @@ class GPT2(nn.Module):
 class Text:
     """GPT-2 small on random tokens; the vocabulary is padded to a multiple of 64, which tensor cores need."""
 
-    def __init__(self, device: torch.device, quick: bool, rank: int) -> None:
+    def __init__(self, device: torch.device, quick: bool, rank: int, batch: int = 8, regions: bool = True) -> None:
         # vocabulary, context, width, layers, heads
         size = (512, 32, 64, 2, 4) if quick else (50304, 1024, 768, 12, 12)
-        (vocabulary, length, width, layers, _), batch = size, 2 if quick else 8
+        (vocabulary, length, width, layers, _), batch = size, 2 if quick else batch
         torch.manual_seed(0)
         self.model = GPT2(*size).to(device)
         torch._dynamo.config.optimize_ddp = False  # the regions are cut as they should be; DDP must not cut them anew
-        self.model.compile_regions("inductor" if device.type == "cuda" else "eager")  # on CPU nothing is to be gained
+        if regions:
+            self.model.compile_regions("inductor" if device.type == "cuda" else "eager")  # on CPU nothing is gained
         torch.manual_seed(1000 + rank)
         self.tokens = [torch.randint(vocabulary, (batch, length + 1), device=device) for _ in range(_BATCHES)]
         parameters = count(self.model)

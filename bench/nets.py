@@ -1,4 +1,4 @@
-"""The two networks of ablation.py: a residual network for small images, an LSTM for characters."""
+"""The two networks of ablation.py: a residual network for small images, an LSTM for characters; their blocks."""
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,26 @@ class CharacterLSTM(nn.Module):
 
     def forward(self, characters: Tensor) -> Tensor:  # i64 (batch, time) -> logits (batch, time, vocabulary)
         return self.head(self.lstm(self.characters(characters))[0])
+
+
+def stages(model: nn.Module) -> list[list[Tensor]]:
+    """The parameters of consecutive parts, all but the head; of a residual network the first has the stem."""
+    if isinstance(model, CharacterLSTM):
+        parts = [[model.characters], [model.lstm]]
+    else:
+        units, each = list(model.stages), len(model.stages) // 3
+        parts = [units[:each], units[each : 2 * each], units[2 * each :]]
+        parts[0] = [model.stem, model.after_stem, *parts[0]]
+    return [[param for module in part for param in module.parameters()] for part in parts]
+
+
+def blocks(model: nn.Module, choice: str | None) -> list[list[Tensor]] | None:
+    """Of JointSpar, as bench/jointspar.py names them; None: its default, layers."""
+    if choice is None:
+        return None
+    *front, last = stages(model)
+    early = [param for part in front for param in part]
+    return {"stages": [*front, last], "most": [early, last], "early": [early]}[choice]
 
 
 def numel(model: nn.Module) -> int:

@@ -126,8 +126,8 @@ SECTIONS = (
     ),
     Section(
         "JointSpar",
-        "Forward and backward of a step in which only what was drawn is computed, against the budget: means over draws "
-        "with all blocks equally likely, bf16 autocast, plain calls (`bench/jointspar.py`).",
+        "A step in which only what was drawn is computed, against the budget and what the blocks are: expectations "
+        "with all blocks equally likely, bf16 autocast, plain calls (`bench/jointspar.py`, which explains the blocks).",
         (sections_methods.jointspar,),
     ),
     Section(

@@ -34,9 +34,10 @@ PAIRS = (
 )  # fmt: skip
 LEAST_SEEDS = 2
 ORDER = (
-    "dense", "topk", "topk_residual", "topk_no_masking", "topk_no_warmup", "topk_dense_warmup", "topk_tensor",
-    "topk_sampled", "topk_own_momentum", "topk_decoupled", "topk_bf16", "topk_lars", "threshold",
-    "jointspar0.5", "jointspar0.7",
+    "dense", "lars_dense", "topk", "topk_residual", "topk_no_masking", "topk_no_warmup", "topk_dense_warmup",
+    "topk_tensor", "topk_sampled", "topk_own_momentum", "topk_decoupled", "topk_bf16", "topk_lars", "threshold",
+    "jointspar0.7", "jointspar0.6", "jointspar0.5", "jointspar0.7_most", "jointspar0.6_early", "jointspar_lars0.6",
+    "jointspar_lars0.5", "jointspar_lars0.6_most", "jointspar_lars0.6_early", "jointspar_lars0.5_early",
 )  # fmt: skip
 
 

@@ -44,29 +44,56 @@ def _table(book: Book, case: str) -> str | None:
     return markdown(header, lines) + f"\n\n{origin(used)}"
 
 
+BLOCKS = {
+    "": "layers",
+    "stages": "stages",
+    "most": "all but the last stage, the last",
+    "early": "all but the last stage",
+}
+SIZES = CASES | {"resnet50_256": "ResNet-50, 256 images", "gpt2_16": "GPT-2 small, 16 x 1024 tokens"}
+
+
 def jointspar(book: Book) -> str | None:
-    """Time and FLOPs of forward and backward against the budget."""
+    """Time and FLOPs of a step against the budget and the blocks."""
     return "\n\n".join(one for case in book.cases("jointspar") if (one := _jointspar(book, case))) or None
 
 
 def _jointspar(book: Book, case: str) -> str | None:
-    metrics = ("flops_of_dense", "forward_ms", "backward_ms", "ms", "ms_of_dense")
-    rows = [row for row in book.rows if (row["bench"], row["case"], row["metric"]) == ("jointspar", case, metrics[-1])]
+    rows = [row for row in book.rows if (row["bench"], row["case"], row["metric"]) == ("jointspar", case, "ms")]
     lines, used = [], []
-    for provider in sorted({row["provider"] for row in rows}, reverse=True):
-        found = [book.find(case, Key("jointspar", provider, metric)) for metric in metrics]
-        flops, forward, backward, whole, of_dense = found
-        if flops is None or forward is None or backward is None or whole is None or of_dense is None:
+    for provider in sorted({row["provider"] for row in rows}, key=_order):
+        whole, flops, of_dense, forward, backward, update = (
+            book.find(case, Key("jointspar", provider, metric))
+            for metric in ("ms", "flops_of_dense", "ms_of_dense", "forward_ms", "backward_ms", "update_ms")
+        )
+        if whole is None or forward is None or backward is None:
             continue
-        used += [of_dense]
+        used += [whole]
+        budget, blocks, optimizer = _parts(provider)
+        optimizer = optimizer if update else "-"  # not in the times
         lines.append([
-            f"{of_dense['budget']:g}", f"{100 * of_dense['active_share']:.0f} %", f"{flops['value']:.2f}",
-            f"{forward['value']:.1f}", f"{backward['value']:.1f}", f"{whole['value']:.1f}", f"{of_dense['value']:.2f}",
+            "dense" if budget is None else BLOCKS[blocks], "-" if budget is None else f"{budget:g}", optimizer,
+            f"{100 * whole['active_share']:.0f} %", *(f"{r['value']:.2f}" if r else "-" for r in (flops, of_dense)),
+            f"{whole['value']:.1f}", f"{forward['value']:.1f}", f"{backward['value']:.1f}",
+            f"{update['value']:.1f}" if update else "-",
         ])  # fmt: skip
     if not lines:
         return None
     header = [
-        f"{CASES.get(case, case)}: budget", "of the gradient's bytes", "FLOPs, of dense", "forward, ms", "backward, ms",
-        "both", "of dense",
+        f"{SIZES.get(case, case)}: blocks", "budget", "SGD", "of the gradient's bytes", "FLOPs, of dense",
+        "time, of dense", "ms", "forward", "backward", "draw and step",
     ]  # fmt: skip
     return markdown(header, lines) + f"\n\n{origin(used)}"
+
+
+def _parts(provider: str) -> tuple[float | None, str, str]:
+    """Budget, blocks and whose SGD it is of "dense", "jointspar0.5", "jointspar0.5_stages", "jointspar0.5_torch"."""
+    first, *more = provider.split("_")
+    optimizer = "torch's" if "torch" in more else "ours"
+    budget = None if first == "dense" else float(first.removeprefix("jointspar"))
+    return budget, next((word for word in more if word != "torch"), ""), optimizer
+
+
+def _order(provider: str) -> tuple[bool, bool, int, float]:
+    budget, blocks, optimizer = _parts(provider)
+    return optimizer != "ours", budget is not None, list(BLOCKS).index(blocks), -(budget or 0.0)

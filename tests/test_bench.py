@@ -26,6 +26,7 @@ import cub  # noqa: E402
 import eager  # noqa: E402
 import frozen  # noqa: E402
 import harness  # noqa: E402
+import jointspar  # noqa: E402
 import lars  # noqa: E402
 import launches  # noqa: E402
 import methods  # noqa: E402
@@ -344,11 +345,24 @@ def test_jointspar_computes_less_for_less(tmp_path: Path) -> None:
     results = tmp_path / "jointspar.jsonl"
     done = run("bench/jointspar.py", "--quick", "--device", "cpu", "--results", str(results))
     assert done.returncode == 0, done.stderr
-    for case in ("resnet50", "gpt2"):
+    for case in ("resnet50_256", "gpt2_16"):
         of_dense = {
             row["provider"]: row["value"]
             for row in read(results)
             if row["case"] == case and row["metric"] == "flops_of_dense"
         }
-        assert of_dense["jointspar1.0"] == 1.0
+        assert of_dense["jointspar1.0"] == of_dense["jointspar1.0_torch"] == 1.0
+        assert of_dense["jointspar0.7"] == of_dense["jointspar0.7_torch"]
         assert of_dense["jointspar0.3"] < of_dense["jointspar0.7"] < 1.0
+        # The fewer blocks there are in front, the more often backward ends early.
+        assert of_dense["jointspar0.6_most"] < of_dense["jointspar0.6_stages"] < of_dense["jointspar0.6"]
+
+
+def test_active_sets_of_few_blocks_are_all_there_are() -> None:
+    found = jointspar.sets_of(3, 0.7)
+    assert len(found) == 8
+    assert found[True, False, True] == pytest.approx(0.7 * 0.3 * 0.7)
+    assert sum(found.values()) == pytest.approx(1.0)
+    drawn = jointspar.sets_of(20, 0.5)
+    assert sum(drawn.values()) == pytest.approx(1.0)
+    assert drawn == jointspar.sets_of(20, 0.5)
