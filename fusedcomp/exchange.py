@@ -1,7 +1,7 @@
 """What every exchange of a bucket has: its share of what a front's buckets have in common, presence, scales, the work.
 
-gradient <- gradient / loss scale * clip       scales: one number a segment, made on the device (kernels/clip.py)
-headers of all ranks -> verdict                a step is applied by all ranks or undone by all (kernels/verdict.py)
+gradient <- factor * gradient / loss scale * clip   scales: a number a segment, made on the device (kernels/clip.py)
+headers of all ranks -> verdict                     a step is applied by all ranks or undone by all (kernels/verdict.py)
 """
 
 import math
@@ -69,7 +69,7 @@ class Shared:
     verdict: Verdict | None = None  # where steps that are not finite are skipped
     has_loss_scale: bool = False
     loss_scale: Tensor | None = None  # f32, one number: of this step
-    squares: Tensor | None = field(default=None, repr=False)  # f32: of all buckets' segments, to clip the model
+    squares: Tensor | None = field(default=None, repr=False)  # f32: of all buckets' segments, where all are looked at
     vector: Tensor | None = field(default=None, repr=False)  # f32 zeros: where one bucket after another merges payloads
 
     @property
@@ -98,12 +98,15 @@ class Exchange(ABC):
         if bucket.treatment.trust:
             self.trust = torch.ones(count, dtype=torch.float32, device=device)
             self.partials = torch.zeros((bucket.segments.num_blocks, 2), dtype=torch.float32, device=device)
-        self.scales = self.squares = None
+        self.scales: Tensor | None = None
+        self.squares: Tensor | None = None
+        self._block_squares: Tensor | None = None
         if shared.clip is not None or shared.has_loss_scale:
             self.scales = torch.ones(count, dtype=torch.float32, device=device)
         if shared.clip is not None:
             self.squares = torch.zeros(count, dtype=torch.float32, device=device)
-            self._block_squares = torch.zeros(bucket.segments.num_blocks, dtype=torch.float32, device=device)
+        self.factors: Tensor | None = None  # f32 (segments,): a sampler's
+        self.observed = False  # does a sampler want to know the norms of this step?
         self.decays_apart = bucket.treatment.decay in ("decoupled", "own_momentum")
         if bucket.treatment.decay == "own_momentum":
             bucket.add_state("decay_buffer")
@@ -132,24 +135,32 @@ class Exchange(ABC):
         """This bucket's share of ``CompressedOptimizer.metrics``; of what is never compressed there is none."""
         return {}
 
+    def sample(self, factors: Tensor | None) -> None:
+        """Multiply gradients by a sampler's factors before all else, from the next launch on; None: no more."""
+        self.factors = factors
+        if self.shared.clip is None and not self.shared.has_loss_scale:
+            self.scales = factors
+
     def measure(self) -> None:
         """Squared norms of this rank's gradients: one more read of them."""
+        if self._block_squares is None:
+            blocks = self.bucket.segments.num_blocks
+            self._block_squares = torch.zeros(blocks, dtype=torch.float32, device=self.bucket.device)
         self.ops.clip.gradient_squares(
-            self.bucket.segments, self.bucket.operands, self._block_squares, self.squares
+            self.bucket.segments, self.bucket.operands, self.factors, self._block_squares, self.squares
         )  # fmt: skip
 
     def scale(self) -> None:
         """What this step multiplies the gradients with."""
         shared, clip = self.shared, self.shared.clip
-        if self.scales is None:
-            return
-        squares = self.squares
-        if clip is not None and clip.scope == "model":
-            squares = shared.squares  # measured before any bucket was launched
-        elif clip is not None:
+        of_model = clip is not None and clip.scope == "model"  # measured before any bucket was launched
+        if (clip is not None or self.observed) and not of_model:
             self.measure()
+        if clip is None and not shared.has_loss_scale:
+            return
+        squares = None if clip is None else shared.squares if of_model else self.squares
         self.ops.clip.gradient_scales(
-            squares, shared.loss_scale, self.scales,
+            squares, shared.loss_scale, self.factors, self.scales,
             max_norm=0.0 if clip is None else clip.at(self.group.world_size),
             per_tensor=clip is not None and clip.scope == "tensor",
         )  # fmt: skip

@@ -22,6 +22,7 @@ from fusedcomp.checkpoint import Steps
 from fusedcomp.compressors import CAT, BlockTopK, Compressor, RandomK, Threshold, TopK
 from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import RANKS_DIFFER
+from fusedcomp.kernels.segments import Staging
 from fusedcomp.levels import Levels, ShardedExchange
 from fusedcomp.memories import Memory
 from fusedcomp.narrow import NarrowExchange, is_narrow
@@ -108,6 +109,24 @@ def status_on(device: torch.device) -> Tensor:
     return status
 
 
+class _Sampling:
+    """A sampler's factors, on their way to the buckets."""
+
+    def __init__(self, exchanges: Sequence[Exchange], device: torch.device) -> None:
+        counts = [len(exchange.bucket.segments.numels) for exchange in exchanges]
+        self._factors = torch.ones(sum(counts), dtype=torch.float32, device=device)
+        self._staging = Staging(self._factors.shape, torch.float32, device)
+        self._told: list[float] = []
+        for exchange, part in zip(exchanges, self._factors.split(counts), strict=True):
+            exchange.sample(part)
+
+    def tell(self, factors: Sequence[float]) -> None:
+        """These from now on."""
+        if factors != self._told:
+            self._told = list(factors)
+            self._staging.send(torch.tensor(self._told, dtype=torch.float32), self._factors)
+
+
 class Exchanges(Sequence[Exchange]):
     """All buckets of one front.
 
@@ -124,6 +143,7 @@ class Exchanges(Sequence[Exchange]):
         self._said = (ctypes.c_int32 * 3).from_address(shared.status.data_ptr())
         self._members: list[Exchange] = []
         self._shares: list[Shares] = []
+        self._sampling: _Sampling | None = None
         self._concluded = torch.cuda.Event() if device.type == "cuda" else None
 
     def __len__(self) -> int:
@@ -138,13 +158,18 @@ class Exchanges(Sequence[Exchange]):
     def plan(self, exchanges: Iterable[Exchange]) -> None:
         """These are the buckets from now on."""
         self._members = list(exchanges)
+        self._sampling = self.shared.squares = None
         clip = self.shared.clip
-        if clip is not None and clip.scope == "model":  # one table, of which every bucket fills in its part
-            counts = [len(e.bucket.segments.numels) for e in self]
-            self.shared.squares = torch.zeros(sum(counts), dtype=torch.float32, device=self.device)
-            for exchange, part in zip(self, self.shared.squares.split(counts), strict=True):
-                exchange.squares = part
+        if clip is not None and clip.scope == "model":
+            self._lay_out_squares()
         self._shares = list(self._share_out())
+
+    def _lay_out_squares(self) -> None:
+        """One table of squared norms, of which every bucket fills in its part."""
+        counts = [len(e.bucket.segments.numels) for e in self]
+        self.shared.squares = torch.zeros(sum(counts), dtype=torch.float32, device=self.device)
+        for exchange, part in zip(self, self.shared.squares.split(counts), strict=True):
+            exchange.squares = part
 
     def _share_out(self) -> Iterator[Shares]:
         """Where selections rank over the whole model: one for the buckets of each compressor."""
@@ -169,6 +194,34 @@ class Exchanges(Sequence[Exchange]):
         if self._members:
             return self._members[0].seed.clone()
         return torch.full((1,), self._begun.taken, dtype=torch.int32, device=self.device)
+
+    # ---- a sampler ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_sampled(self) -> bool:
+        """Do these buckets know of a sampler?"""
+        return self._sampling is not None
+
+    def sample(self, factors: Sequence[float] | None, observed: bool) -> None:
+        """From the next launch on multiply gradients by these numbers, before all else; None: no more.
+
+        Args:
+            factors: of the parameters of all buckets, in order.
+            observed: leave the squares of the norms of these products in ``shared.squares``.
+        """
+        if factors is None:
+            self._sampling = None
+            for exchange in self:
+                exchange.sample(None)
+                exchange.observed = False
+            return
+        if self._sampling is None:
+            self._sampling = _Sampling(self._members, self.device)
+            if self.shared.squares is None:
+                self._lay_out_squares()
+        self._sampling.tell(factors)
+        for exchange in self:
+            exchange.observed = observed
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 S  = {d : u_d < p_d}                      drawn before forward; requires_grad is off in the other blocks
 g_d <- g_d / p_d  for d in S              E[g] is the whole gradient; no others are computed, applied or kept
 p  <- from |g_d|, d in S                  bandit.py: so that the variance of g is least
+
+Gradients are divided, and their norms found, in jointspar_grads.py.
 """
 
 import dataclasses
@@ -11,7 +13,6 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from fusedcomp.bandit import draw, inclusion
 from fusedcomp.collectives import Group
+from fusedcomp.jointspar_grads import UNDRAWN, Hooked, Inside
 from fusedcomp.jointspar_parts import SAMPLED, Block, Observed, Rules, already, blocks_of
 from fusedcomp.optimizer import CompressedOptimizer
 from fusedcomp.values import is_number, plain
@@ -32,9 +34,8 @@ class JointSpar:
 
     ``draw()`` takes the place of ``optimizer.zero_grad()``. Inactive blocks have requires_grad off until the next draw,
     so that backward does not compute their gradients, and ends where nothing active lies before. Parameters in no
-    block are always active. Each block is active with its own probability p, independently; of its gradient g the
-    optimizer gets g / p. Probabilities follow the blocks' gradient norms; the host never waits for those of the last
-    step.
+    block are always active. Each block is active with its own probability p, independently; its gradient g counts as
+    g / p. Probabilities follow the blocks' gradient norms; the host never waits for those of the last step.
 
     Args:
         optimizer: any of torch's or fusedcomp's; build it first. Which of its parameters require grad is noted here.
@@ -85,9 +86,14 @@ class JointSpar:
             self._rules = Rules(budget, floor, learning_rate, loss, redraw_every, sampling, lag, seed)
             self._blocks = blocks_of(optimizer, blocks, exclude)
             known = {param for block in self._blocks for param in block}
-            self._always = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            self._always = [p for p in params if p not in known and p.numel() > 0]
             self._rules.check_blocks(len(self._blocks), self._may_be_empty)
             compressed = isinstance(optimizer, CompressedOptimizer)
+            if isinstance(optimizer, CompressedOptimizer) and optimizer._sampler is not None:
+                raise ValueError(
+                    "JointSpar: the optimizer has a sampler already; remove() that one, or give it all blocks"
+                )
             if sampling == "per_rank" and self._group.world_size > 1 and not compressed:
                 raise ValueError(
                     "JointSpar: sampling='per_rank' needs a fusedcomp optimizer: with others gradients are means over "
@@ -103,11 +109,15 @@ class JointSpar:
         self._inclusion = [1.0] * len(self._blocks)
         self._pending: deque[Observed] = deque()
         self._drawn = False  # since the last step
-        dtype = reduce(torch.promote_types, (param.dtype for param in self._params), torch.float32)
-        self._zero = torch.zeros((), dtype=dtype, device=device)
-        handles = [*self._hook_gradients(), optimizer.register_step_post_hook(_weakly(self, JointSpar._observe))]
+        self._gradients: Inside | Hooked | None = None  # where all are computed there is nothing to do
+        if self._rules.budget < 1.0:
+            if isinstance(optimizer, CompressedOptimizer):
+                self._gradients = Inside(optimizer, self._blocks, self)
+            else:
+                self._gradients = Hooked(self._blocks)
         SAMPLED.update(dict.fromkeys(self._params, True))
-        self._release = weakref.finalize(self, _release, handles, self._params)
+        handle = optimizer.register_step_post_hook(_weakly(self, JointSpar._observe))
+        self._release = weakref.finalize(self, _release, handle, self._params, self._gradients)
         self._release.atexit = False
 
     def _fingerprint(self) -> dict[str, str]:
@@ -116,18 +126,12 @@ class JointSpar:
         shapes = {f"block {i}": str([tuple(p.shape) for p in block]) for i, block in enumerate(self._blocks)}
         return fields | {"number of blocks": str(len(self._blocks))} | shapes
 
-    def _hook_gradients(self) -> Iterable[Any]:
-        """Of a leaf, tensor hooks come before accumulation, and so before what sends gradients."""
-        for index, block in enumerate(self._blocks):
-            hook = _weakly(self, JointSpar._scale, index)
-            yield from (param.register_hook(hook) for param in block)
-
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def draw(self) -> None:
         """Draw the active blocks of the next step, before its forward; all gradients become None.
 
-        Once per optimizer step, however many backward passes accumulate in it.
+        Once per optimizer step, however many backward passes accumulate in it; again before the same step, they stay.
 
         Raises:
             RuntimeError: between ``backward()`` and ``step()`` of a fusedcomp optimizer that has sent gradients; or a
@@ -136,6 +140,14 @@ class JointSpar:
         if isinstance(self.optimizer, CompressedOptimizer):
             self.optimizer._refuse_if_launched("draw()")
         self._refuse_frozen()
+        if not self._drawn:
+            self._advance()
+        self.optimizer.zero_grad()  # a fusedcomp optimizer also counts here which gradients to wait for
+        if self._gradients is not None:
+            self._gradients.draw(self._inclusion, self._is_learned_from)
+
+    def _advance(self) -> None:
+        """The active blocks of one more step."""
         if self._draws % self._rules.redraw_every == 0:
             while len(self._pending) > self._rules.lag:
                 seen = self._pending.popleft()
@@ -145,7 +157,11 @@ class JointSpar:
             self._activate(draw(self._bandit.probabilities, rng, self._may_be_empty))
         self._draws += 1
         self._drawn = True
-        self.optimizer.zero_grad()  # a fusedcomp optimizer also counts here which gradients to wait for
+
+    @property
+    def _is_learned_from(self) -> bool:
+        """Is this the last step of its active set?"""
+        return self._draws % self._rules.redraw_every == 0
 
     @property
     def _may_be_empty(self) -> bool:
@@ -167,39 +183,25 @@ class JointSpar:
         self._inclusion = inclusion(self._bandit.probabilities, self._may_be_empty)
         for block, on in zip(self._blocks, active, strict=True):
             for param in block:
-                param.requires_grad_(on)
+                if param.requires_grad != on:  # to look costs a tenth of setting it
+                    param.requires_grad_(on)
 
-    def _scale(self, index: int, grad: Tensor) -> Tensor | None:
-        """The tensor hook of block ``index``: g / p; None leaves the gradient as it is."""
-        if not self._drawn:
-            self._fail(
-                "backward() reached a block of JointSpar without a draw() since the last step: call draw() before the "
-                "forward pass of every step, in place of optimizer.zero_grad(), or remove() the sampler"
-            )
-        chance = self._inclusion[index]
-        return None if chance == 1.0 else grad / chance
-
-    def _fail(self, message: str) -> None:
-        if isinstance(self.optimizer, CompressedOptimizer):
-            self.optimizer.fail(message)  # no peer waits
-        raise RuntimeError(message)
+    def admit(self) -> None:
+        """For a fusedcomp optimizer: fail the step if it was not drawn for."""
+        if not self._drawn and isinstance(self.optimizer, CompressedOptimizer):
+            self.optimizer.fail(UNDRAWN)  # no peer waits
 
     @torch.no_grad()
-    def _observe(self, *_: Any) -> None:
+    def _observe(self) -> None:
         """The hook after ``step()``: the norms of its gradients start on their way to the host."""
         if not self._drawn:
             return
         self._drawn = False
-        if self._draws % self._rules.redraw_every == 0:  # the last step of this active set
-            host, ready = self._send(self._square_norms())
-            self._pending.append(Observed(self._active, self._inclusion, host, ready))
-
-    def _square_norms(self) -> Tensor:
-        """|g / p|^2 of every parameter, (1, params), on the device; 0 where there is no gradient."""
-        grads = {i: _values(p.grad) for i, p in enumerate(self._params) if p.grad is not None}
-        found = torch._foreach_norm(list(grads.values()), 2, self._zero.dtype) if grads else []
-        norms = dict(zip(grads, found, strict=True))
-        return torch.stack([norms.get(i, self._zero) for i in range(len(self._params))]).square().view(1, -1)
+        if self._gradients is not None:
+            self._gradients.end()
+            if self._is_learned_from:
+                host, ready = self._send(self._gradients.square_norms().view(1, -1))
+                self._pending.append(Observed(self._active, self._inclusion, host, ready))
 
     def _send(self, own: Tensor) -> tuple[Tensor, Callable[[], Any]]:
         """Those of all ranks that share them, (ranks, params), on the host once the returned function has waited."""
@@ -312,25 +314,23 @@ def _group_of(optimizer: Any, process_group: dist.ProcessGroup | None) -> Group:
     return Group(process_group)
 
 
-def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def _release(handles: Iterable[Any], params: Iterable[Tensor]) -> None:
-    """Leave parameters as they were before a sampler."""
-    for handle in handles:
-        handle.remove()
+def _release(handle: Any, params: Iterable[Tensor], gradients: Inside | Hooked | None) -> None:
+    """Leave parameters and optimizer as they were before a sampler."""
+    handle.remove()
+    if gradients is not None:
+        gradients.release()
     for param in params:
         param.requires_grad_(True)
         SAMPLED.pop(param, None)
 
 
-def _weakly(owner: Any, method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """A hook that does not keep its owner alive, which holds the parameter that would hold the hook."""
+def _weakly(owner: Any, method: Callable[[Any], None]) -> Callable[..., None]:
+    """A hook that does not keep its owner alive."""
     weak = weakref.ref(owner)
 
-    def hook(*rest: Any) -> Any:
+    def hook(*_: Any) -> None:
         owner = weak()
-        return None if owner is None else method(owner, *first, *rest)
+        if owner is not None:
+            method(owner)
 
     return hook

@@ -119,7 +119,7 @@ def blocks_of(
     taken = next((p for block in given for p in block if p in SAMPLED), None)
     if taken is not None:
         raise ValueError(f"JointSpar: parameter {named.get(taken)} has a sampler already; remove() that one first")
-    chosen = [[p for p in block if p.requires_grad and p not in always] for block in given]
+    chosen = [[p for p in block if p.requires_grad and p.numel() > 0 and p not in always] for block in given]
     seen: dict[Tensor, int] = {}
     for index, block in enumerate(chosen):
         for param in block:

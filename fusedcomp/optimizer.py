@@ -23,7 +23,7 @@ from fusedcomp.exchange import Exchange, Hyper, Shared, Verdict
 from fusedcomp.exchanges import Exchanges, Plan, status_on
 from fusedcomp.levels import resolve
 from fusedcomp.memories import MomentumCorrection, Residual
-from fusedcomp.overlap import Backward
+from fusedcomp.overlap import Backward, Sampler
 from fusedcomp.settings import Settings
 from fusedcomp.values import plain
 
@@ -33,6 +33,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     _backward: Backward
     _exchanges: Exchanges
+    _sampler: Callable[[], Sampler | None] | None = None  # a weak reference
 
     def __init__(
         self,
@@ -216,6 +217,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def admit(self, index: int) -> None:
         """For the backward contract (overlap.py): refuse to launch what was not built for, or cannot be replayed."""
         group = self._buckets[index].treatment.group
+        sampler = None if self._sampler is None else self._sampler()
+        if sampler is not None:
+            sampler.admit()
         if self._has_new_plan(group):
             self.fail(
                 f"compressor, memory or decay of group {group} was changed, or its momentum switched on; call "

@@ -40,6 +40,13 @@ class Owner(Protocol):
         """A parameter's name for messages."""
 
 
+class Sampler(Protocol):
+    """What draws the gradients that are computed in a step (jointspar.py)."""
+
+    def admit(self) -> None:
+        """Fail the step if it was not drawn for."""
+
+
 # The hook of the newest optimizer of every parameter.
 _HOOKS = WeakTensorKeyDictionary()
 

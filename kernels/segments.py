@@ -102,18 +102,42 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+class Staging:
+    """Numbers of the host on their way to a device, without waiting for it.
+
+    They go through pinned memory that is not reused while a copy from it is pending.
+    """
+
+    _SLOTS = 4
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._slot = 0
+        if device.type == "cuda":
+            self._pinned = torch.empty((self._SLOTS, *shape), dtype=dtype, pin_memory=True)
+            self._copied = [torch.cuda.Event() for _ in range(self._SLOTS)]
+
+    def send(self, host: Tensor, out: Tensor) -> None:
+        """Copy ``host`` to ``out`` on the current stream."""
+        if not out.is_cuda:
+            out.copy_(host)
+            return
+        self._slot = (self._slot + 1) % self._SLOTS
+        if not self._copied[self._slot].query():
+            self._copied[self._slot].synchronize()  # four changes in flight: the host is far ahead of the device
+        self._pinned[self._slot].copy_(host)
+        out.copy_(self._pinned[self._slot], non_blocking=True)
+        self._copied[self._slot].record()
+
+
 class Operands:
     """The tensors of a bucket as both sides of the twin need them: lists for torch, addresses for the kernels.
 
     All tensors of a segment share one dense layout, so that "element i" is the i-th in memory. A missing gradient is
-    None, address 0. Addresses are sent only when one changed, from pinned memory that is not reused while a copy from
-    it is pending.
+    None, address 0. Addresses are sent only when one changed.
 
     A table that a CUDA graph reads is its own from then on: plain steps between its replays use another. What differs
     under capture from what was sent reaches the graph's table as arguments of kernels, which the graph keeps.
     """
-
-    _SLOTS = 4
 
     def __init__(self, params: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
         self.params = list(params)
@@ -125,10 +149,7 @@ class Operands:
         self._masked = False
         self._captured = False  # does a graph read the table?
         self._of_graphs: list[Tensor] = []
-        self._slot = 0
-        if device.type == "cuda":
-            self._pinned = torch.empty((self._SLOTS, *self.addresses.shape), dtype=torch.int64, pin_memory=True)
-            self._copied = [torch.cuda.Event() for _ in range(self._SLOTS)]
+        self._staging = Staging(self.addresses.shape, torch.int64, device)
 
     @property
     def lacking(self) -> bool:
@@ -152,7 +173,7 @@ class Operands:
             if capturing:
                 torch._foreach_add_(list(self.addresses.view(-1).unbind()), [a for row in addresses for a in row])
             else:
-                self._send(torch.tensor(addresses, dtype=torch.int64))
+                self._staging.send(torch.tensor(addresses, dtype=torch.int64), self.addresses)
             self._sent = None if capturing else addresses
         self._captured = self._captured or capturing
 
@@ -162,17 +183,6 @@ class Operands:
         self._sent, self._masked = None, True
         if not self.addresses.is_cuda:
             self.grads = [grad if there else None for grad, there in zip(self.grads, present.tolist(), strict=True)]
-
-    def _send(self, host: Tensor) -> None:
-        if not self.addresses.is_cuda:
-            self.addresses.copy_(host)
-            return
-        self._slot = (self._slot + 1) % self._SLOTS
-        if not self._copied[self._slot].query():
-            self._copied[self._slot].synchronize()  # four changes in flight: the host is far ahead of the device
-        self._pinned[self._slot].copy_(host)
-        self.addresses.copy_(self._pinned[self._slot], non_blocking=True)
-        self._copied[self._slot].record()
 
 
 def memory_order(tensor: Tensor) -> Tensor:

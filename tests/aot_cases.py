@@ -133,8 +133,8 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "read_trailer": (without("nonfinite"),),
     "conclude": (),
     "annul": (),
-    "gradient_squares": (ELEMENTS,),
-    "gradient_scales": (CLIPPED, without("loss_scale")),
+    "gradient_squares": (without("factors"), ELEMENTS),
+    "gradient_scales": (CLIPPED, without("loss_scale"), without("factors")),
 }
 
 
@@ -195,6 +195,7 @@ def arguments(
         "partials": torch.empty(blocks, 2),  # of gradients alone half as large
         "scales": torch.empty(count),
         "squares": torch.empty(count),
+        "factors": torch.empty(count),
         "loss_scale": torch.empty(1),
         # selection
         "strata": i64(sizes.k, 2, device=sizes.device),

@@ -49,6 +49,7 @@ LAYERS = (
         "ranking",
         "modules",
         "jointspar",
+        "jointspar_grads",
         "jointspar_parts",
     },
     {"__init__"},  # the public names

@@ -141,15 +141,15 @@ def test_state_of_inactive_blocks_rests() -> None:
         assert torch.equal(sampler.optimizer.state[p]["momentum_buffer"], m)
 
 
-@pytest.mark.parametrize("name", ["torch.SGD", "SGD", "SGD-TopK"])
-def test_the_optimizer_gets_gradients_over_p(name: str) -> None:
+@pytest.mark.parametrize(("name", "divided"), [("torch.SGD", True), ("SGD", False), ("SGD-TopK", False)])
+def test_gradients_are_divided_by_p_or_left_to_the_pass(name: str, divided: bool) -> None:
     model, twin = ranks.net(), ranks.net()
     sampler = JointSpar(OPTIMIZERS[name](model), 0.5)
     with drawing([True, False, True, False]):
         sampler.draw()
     ranks.loss_of(model, 0, 0).backward()
     ranks.loss_of(twin, 0, 0).backward()
-    chance = inclusion([0.5] * 4)[0]
+    chance = inclusion([0.5] * 4)[0] if divided else 1.0
     named = {param: name for name, param in model.named_parameters()}
     for block, on in zip(sampler.blocks, active(sampler), strict=True):
         for param in block:

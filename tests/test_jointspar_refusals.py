@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import fusedcomp
 import ranks
 from fusedcomp import SGD
 from fusedcomp.jointspar import JointSpar
@@ -65,18 +64,22 @@ def test_a_parameter_belongs_to_one_block() -> None:
         JointSpar(model, 0.5)
 
 
-@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, fusedcomp.SGD])
-def test_backward_without_a_draw(optimizer_of: Any) -> None:
+@pytest.mark.parametrize("bucket_cap_mb", [None, 100.0, 1e-5])
+def test_backward_without_a_draw(bucket_cap_mb: float | None) -> None:
+    """Of a fusedcomp optimizer as soon as a bucket is to be sent: of the last one, in ``step()``."""
     model = mlp(4)
-    sampler = JointSpar(optimizer_of(model.parameters(), lr=0.1), 0.5)
-    with pytest.raises(RuntimeError, match=r"without a draw\(\) since the last step"):
-        batch_loss(model, 0, 0).backward()
-    train(model, sampler, 2)
-    before = ranks.digest(model)
-    with pytest.raises(RuntimeError, match=r"without a draw\(\) since the last step"):
-        batch_loss(model, 0, 2).backward()
-    assert ranks.digest(model) == before
-    train(model, sampler, 2)
+    if bucket_cap_mb is None:
+        sampler = JointSpar(torch.optim.SGD(model.parameters(), lr=0.1), 0.5)
+    else:
+        sampler = JointSpar(SGD(model.parameters(), lr=0.1, bucket_cap_mb=bucket_cap_mb), 0.5)
+    for step in (0, 2):
+        before = ranks.digest(model)
+        with pytest.raises(RuntimeError, match=r"without a draw\(\) since the last step"):  # noqa: PT012
+            batch_loss(model, 0, step).backward()
+            assert bucket_cap_mb == 100.0
+            sampler.optimizer.step()
+        assert ranks.digest(model) == before
+        train(model, sampler, 2)
 
 
 def test_a_draw_between_backward_and_step() -> None:

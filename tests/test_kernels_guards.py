@@ -87,19 +87,22 @@ def test_first_norms_are_of_scaled_gradients(dtype: torch.dtype) -> None:
 # ---- clipping ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("with_factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_gradient_squares(dtype: torch.dtype, shift: int) -> None:
+def test_gradient_squares(dtype: torch.dtype, shift: int, with_factors: bool) -> None:
     case, results = build((1, 2048, 10243, 33, 600001), device=DEVICE, missing=(3,), dtype=dtype, shift=shift), []
     for modules in BOTH:
         partials = torch.full((case.segments.num_blocks,), POISON, device=DEVICE)
         squares = torch.full((5,), POISON, device=DEVICE)
-        modules["clip"].gradient_squares(case.segments, case.operands(), partials, squares)
+        factors = torch.tensor([1.0, 3.0, 1.25, 2.0, 1.7], device=DEVICE) if with_factors else None
+        modules["clip"].gradient_squares(case.segments, case.operands(), factors, partials, squares)
         results.append({"partials": partials, "squares": squares})
     for name in results[0]:
         torch.testing.assert_close(results[0][name], results[1][name], **SUM)
-    for grad, square in zip(case.grads, results[0]["squares"].double(), strict=True):
-        expected = torch.zeros_like(square) if grad is None else grad.double().square().sum()
+    squares, powers = results[0]["squares"].double(), torch.ones(5) if factors is None else factors.double().square()
+    for grad, square, power in zip(case.grads, squares, powers, strict=True):
+        expected = torch.zeros_like(square) if grad is None else grad.double().square().sum() * power
         torch.testing.assert_close(square, expected, rtol=1e-5, atol=0.0)
 
 
@@ -112,29 +115,36 @@ def clipped_by_torch(grads: list[Tensor], max_norm: float, per_tensor: bool) -> 
     return [p.grad for p in params]
 
 
-@example(exponents=[0.0] * 300, max_norm=1.0, loss_scale=65536.0, per_tensor=False)
-@example(exponents=[0.0] * 300, max_norm=1e-3, loss_scale=None, per_tensor=True)
+@example(exponents=[0.0] * 300, max_norm=1.0, loss_scale=65536.0, per_tensor=False, sampled=True)
+@example(exponents=[0.0] * 300, max_norm=1e-3, loss_scale=None, per_tensor=True, sampled=False)
 @given(
     exponents=st.lists(st.floats(-6.0, 6.0), min_size=1, max_size=9),
     max_norm=st.floats(1e-3, 1e3),
     loss_scale=st.none() | st.floats(1e-3, 2.0**20),
     per_tensor=st.booleans(),
+    sampled=st.booleans(),
 )
 def test_scales_clip_as_torch_does(
-    exponents: list[float], max_norm: float, loss_scale: float | None, per_tensor: bool
+    exponents: list[float], max_norm: float, loss_scale: float | None, per_tensor: bool, sampled: bool
 ) -> None:
-    """Gradients of the loss times its scale become what torch makes of them when that has been undone."""
+    """Gradients of the loss times its scale become what torch makes of them when that has been undone.
+
+    A sampler's factors come before all else.
+    """
     generator = torch.Generator().manual_seed(len(exponents))
     grads = [torch.randn(7, generator=generator).mul_(10.0**e).to(DEVICE) for e in exponents]
-    squares = torch.stack([g.square().sum() for g in grads])
+    factors = 1.0 + torch.rand(len(grads), generator=generator).to(DEVICE) if sampled else None
+    drawn = grads if factors is None else [g * factor for g, factor in zip(grads, factors, strict=True)]
+    squares = torch.stack([g.square().sum() for g in drawn])
     inverse = 1.0 if loss_scale is None else 1.0 / loss_scale
-    expected = clipped_by_torch([g * inverse for g in grads], max_norm, per_tensor)
+    expected = clipped_by_torch([g * inverse for g in drawn], max_norm, per_tensor)
     results = []
     for modules in BOTH:
         scales = torch.full_like(squares, POISON)
         modules["clip"].gradient_scales(
-            squares, None if loss_scale is None else f32(loss_scale), scales, max_norm=max_norm, per_tensor=per_tensor
-        )
+            squares, None if loss_scale is None else f32(loss_scale), factors, scales, max_norm=max_norm,
+            per_tensor=per_tensor,
+        )  # fmt: skip
         results.append(scales)
         for grad, scale, clipped in zip(grads, scales, expected, strict=True):
             torch.testing.assert_close(grad * scale, clipped, rtol=1e-5, atol=0.0)
@@ -149,7 +159,7 @@ def test_scales_without_clipping_and_of_broken_norms(modules: dict) -> None:
     scales = torch.full((300,), POISON, device=DEVICE)
 
     def of(squares: Tensor | None, loss_scale: Tensor | None, per_tensor: bool) -> list[float]:
-        modules["clip"].gradient_scales(squares, loss_scale, scales, max_norm=0.5, per_tensor=per_tensor)
+        modules["clip"].gradient_scales(squares, loss_scale, None, scales, max_norm=0.5, per_tensor=per_tensor)
         return scales.tolist()
 
     for per_tensor in (False, True):
@@ -175,8 +185,8 @@ def test_a_broken_gradient_is_seen_behind_its_scale(values: str, per_tensor: boo
     flags = []
     for modules in BOTH:
         partials, squares = (torch.full((n,), POISON, device=DEVICE) for n in (case.segments.num_blocks, 3))
-        modules["clip"].gradient_squares(case.segments, case.operands(), partials, squares)
-        modules["clip"].gradient_scales(squares, f32(8.0), case.scales, max_norm=1.0, per_tensor=per_tensor)
+        modules["clip"].gradient_squares(case.segments, case.operands(), None, partials, squares)
+        modules["clip"].gradient_scales(squares, f32(8.0), None, case.scales, max_norm=1.0, per_tensor=per_tensor)
         out = whole_pass(modules, case.copy(), 0.1, with_scales=True)
         flat, flag = torch.zeros(case.segments.numel, device=DEVICE), i32(0)
         modules["dense"].pack_dense(case.segments, case.operands(), case.scales, flat, flag, grad_scale=1.0)

@@ -36,7 +36,7 @@ def test_plain_steps_leave_the_table_of_a_graph_alone(same: bool, monkeypatch: p
 
 def test_addresses_are_sent_when_they_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
     operands, sent = Operands([torch.zeros(3)]), []
-    monkeypatch.setattr(operands, "_send", sent.append)
+    monkeypatch.setattr(operands._staging, "send", lambda host, out: sent.append(host))
     one, two = [torch.zeros(3)], [torch.zeros(3)]
     for grads in (one, one, two, two, one):
         operands.update(grads)
