@@ -28,8 +28,8 @@ from fusedcomp.memories import Memory
 from fusedcomp.narrow import NarrowExchange, is_narrow
 from fusedcomp.pipeline import DenseExchange
 from fusedcomp.randomk import RandomExchange
+from fusedcomp.rooms import Adaptive
 from fusedcomp.shares import Shares
-from fusedcomp.sizing import Adaptive
 from fusedcomp.sparse import SparseExchange
 from fusedcomp.split import SplitExchange
 from fusedcomp.tree import TreeExchange

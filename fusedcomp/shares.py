@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fusedcomp._dispatch import ops
 from fusedcomp.compressors import TopK
-from fusedcomp.sizing import NOTHING, Adaptive, Selection, count_at, selection_of
+from fusedcomp.rooms import LAG
+from fusedcomp.sizing import NOTHING, Selection, count_at, selection_of
 
 _LEAST_WEIGHT = 1e-9  # of all: where every other bucket is at its limit, one that found nothing takes the rest
 
@@ -31,7 +32,7 @@ class Shares:
         device: where they are.
     """
 
-    LAG = Adaptive.LAG
+    LAG = LAG
     # With error feedback a bucket's k-th key gathers what was not sent, so that shares steer it through an integral and
     # a lag: twice this gain makes them swing (docs/decisions/0027-shares-of-the-model.md).
     _GAIN = 1.0 / 32.0

@@ -17,15 +17,14 @@ from fusedcomp.exchange import Shared
 from fusedcomp.gathered import GatheredExchange
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.refine import SCAN
-from fusedcomp.memories import Memory
+from fusedcomp.memories import Memory, NoMemory
+from fusedcomp.rooms import Adaptive, Anew, Sizing, Waiting
 from fusedcomp.shares import Share, Shares, most_entries
 from fusedcomp.sizing import (
     NOTHING,
     THRESHOLD_WIDTH,
-    Adaptive,
     Scheduled,
     Selection,
-    Sizing,
     log_ratios,
     threshold_key,
     threshold_room,
@@ -58,6 +57,7 @@ class SparseExchange(GatheredExchange):
             bucket, shared, seed, compressor, memory, with_momentum, state_dtype, always_sparse, sums
         )  # fmt: skip
         self.compressed = compressed
+        self.is_kept = not isinstance(memory, NoMemory)
         if ranked:
             self.weights = bucket.add_state(RANK_WEIGHTS).fill_(1.0)
         segments, device = bucket.segments, bucket.device
@@ -101,7 +101,10 @@ class SparseExchange(GatheredExchange):
 
     def _adaptive(self, with_room: Callable[[int], Selection]) -> Adaptive:
         numel, world, device = self.bucket.segments.numel, self.group.world_size, self.bucket.device
-        return Adaptive(numel, with_room, self._goes_dense, world, device)
+        return Adaptive(numel, with_room, self._goes_dense, world, device, self._demand())
+
+    def _demand(self) -> Waiting | Anew:
+        return Waiting() if self.is_kept else Anew()
 
     def _prepare(self, step: int) -> None:
         selection = self.sizing.at(step)

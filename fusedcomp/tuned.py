@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedcomp.compressors import CAT
 from fusedcomp.costs import Message
 from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES
+from fusedcomp.rooms import Anew
 from fusedcomp.sizing import sampled_room
 from fusedcomp.sparse import SparseExchange
 
@@ -30,6 +31,9 @@ class TunedExchange(SparseExchange):
         self.cost_shape = torch.tensor([terms.whole, terms.lead], dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTERS, MAGNITUDES, dtype=torch.int32, device=device)
         self.wanted = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def _demand(self) -> Anew:
+        return Anew()
 
     def _message(self) -> Message:
         """What the cost is of."""

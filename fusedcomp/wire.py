@@ -17,7 +17,7 @@ A sparse payload is one flat buffer of little-endian fields, in this order, padd
     indices   u16   k                      index inside the page
 
 The host knows k: TopK's and BlockTopK's by the density, Threshold's and CAT's room by the headers of eight steps before
-(sizing.py). Sizes are never exchanged; payloads of equal size differ in k by a few at most.
+(sizing.py, rooms.py). Sizes are never exchanged; payloads of equal size differ in k by a few at most.
 Ranks whose first or last header word differs from the others' make all ranks raise (docs/decisions/0013-encodings.md).
 A dense buffer is summed, not gathered:
 

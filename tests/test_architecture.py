@@ -19,7 +19,7 @@ FRONT = sorted(path for path in (ROOT / "fusedcomp").rglob("*.py") if LINK not i
 LAYERS = (
     {"kernels"},
     {"_dispatch", "wire", "buckets", "values", "amp", "link", "costs"},
-    {"compressors", "memories", "collectives", "rules", "sizing", "bandit", "shares"},
+    {"compressors", "memories", "collectives", "rules", "sizing", "rooms", "bandit", "shares"},
     {
         "checks",
         "checkpoint",

@@ -15,7 +15,7 @@ import fusedcomp
 from cat_oracle import BOUND, KINDS, alphas, chosen, costs_of, seeds, values_of
 from fusedcomp import CAT, AffineCost, LinkCost, MomentumCorrection, NoMemory, PacketCost, Residual
 from fusedcomp.ddp import CompressionState
-from fusedcomp.sizing import Adaptive
+from fusedcomp.rooms import Adaptive
 from fusedcomp.sparse import SparseExchange
 from hooked import step as hooked_step
 from hooked import wrapped
