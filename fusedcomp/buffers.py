@@ -124,6 +124,17 @@ class Reduced(Summed):
         as_params.update([None] * count)
         return Reduced(summed.whole, summed.values, summed.trailer, summed.norms, as_grads, as_params)
 
+    def place(self, order: Sequence[int], numels: Sequence[int]) -> list[slice]:
+        """Let the segments lie one behind the other in this order, as gradients; where each of them is."""
+        views = self.values.split([numels[segment] for segment in order])
+        where, start = [slice(0)] * len(order), 0
+        grads: list[Tensor | None] = [None] * len(order)
+        for segment, view in zip(order, views, strict=True):
+            grads[segment], where[segment] = view, slice(start, start + view.numel())
+            start += view.numel()
+        self.as_grads.update(grads)
+        return where
+
     def gradients(self, operands: Operands) -> Operands:
         """The sums as gradients beside the parameters, wherever those are by now."""
         self.as_grads.params = operands.params

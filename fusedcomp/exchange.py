@@ -107,6 +107,7 @@ class Exchange(ABC):
             self.squares = torch.zeros(count, dtype=torch.float32, device=device)
         self.factors: Tensor | None = None  # f32 (segments,): a sampler's
         self.observed = False  # does a sampler want to know the norms of this step?
+        self.asleep: list[Tensor] = []  # parameters of which no rank is to have a gradient in this step
         self.decays_apart = bucket.treatment.decay in ("decoupled", "own_momentum")
         if bucket.treatment.decay == "own_momentum":
             bucket.add_state("decay_buffer")
@@ -140,6 +141,11 @@ class Exchange(ABC):
         self.factors = factors
         if self.shared.clip is None and not self.shared.has_loss_scale:
             self.scales = factors
+
+    def arrange(self, active: Sequence[bool] | None) -> None:
+        """Of which parameters there will be gradients, the same on all ranks, from the next launch on; None: of any."""
+        params = self.bucket.params
+        self.asleep = [] if active is None else [p for p, on in zip(params, active, strict=True) if not on]
 
     def measure(self) -> None:
         """Squared norms of this rank's gradients: one more read of them."""

@@ -110,21 +110,37 @@ def status_on(device: torch.device) -> Tensor:
 
 
 class _Sampling:
-    """A sampler's factors, on their way to the buckets."""
+    """What a sampler says, on its way to the buckets."""
 
     def __init__(self, exchanges: Sequence[Exchange], device: torch.device) -> None:
+        self._exchanges = exchanges
         counts = [len(exchange.bucket.segments.numels) for exchange in exchanges]
         self._factors = torch.ones(sum(counts), dtype=torch.float32, device=device)
         self._staging = Staging(self._factors.shape, torch.float32, device)
         self._told: list[float] = []
+        self._active: list[bool] | None = None
         for exchange, part in zip(exchanges, self._factors.split(counts), strict=True):
             exchange.sample(part)
 
-    def tell(self, factors: Sequence[float]) -> None:
+    def tell(self, factors: list[float], active: list[bool] | None) -> None:
         """These from now on."""
         if factors != self._told:
-            self._told = list(factors)
-            self._staging.send(torch.tensor(self._told, dtype=torch.float32), self._factors)
+            self._told = factors
+            self._staging.send(torch.tensor(factors, dtype=torch.float32), self._factors)
+        if active != self._active:
+            self._active = active
+            start = 0
+            for exchange in self._exchanges:
+                end = start + len(exchange.bucket.params)
+                exchange.arrange(None if active is None else active[start:end])
+                start = end
+
+    def end(self) -> None:
+        """No more."""
+        for exchange in self._exchanges:
+            exchange.sample(None)
+            exchange.arrange(None)
+            exchange.observed = False
 
 
 class Exchanges(Sequence[Exchange]):
@@ -202,26 +218,27 @@ class Exchanges(Sequence[Exchange]):
         """Do these buckets know of a sampler?"""
         return self._sampling is not None
 
-    def sample(self, factors: Sequence[float] | None, observed: bool) -> None:
-        """From the next launch on multiply gradients by these numbers, before all else; None: no more.
+    def sample(self, factors: list[float], active: list[bool] | None, observed: bool) -> None:
+        """From the next launch on multiply gradients by numbers, before all else.
 
         Args:
             factors: of the parameters of all buckets, in order.
-            observed: leave the squares of the norms of these products in ``shared.squares``.
+            active: of the same, if there will be a gradient, as all ranks know; None: they do not.
+            observed: leave the squares of the norms of the products in ``shared.squares``.
         """
-        if factors is None:
-            self._sampling = None
-            for exchange in self:
-                exchange.sample(None)
-                exchange.observed = False
-            return
         if self._sampling is None:
             self._sampling = _Sampling(self._members, self.device)
             if self.shared.squares is None:
                 self._lay_out_squares()
-        self._sampling.tell(factors)
+        self._sampling.tell(factors, active)
         for exchange in self:
             exchange.observed = observed
+
+    def end_sampling(self) -> None:
+        """No more of ``sample``."""
+        if self._sampling is not None:
+            self._sampling.end()
+            self._sampling = None
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

@@ -109,10 +109,11 @@ class JointSpar:
         self._inclusion = [1.0] * len(self._blocks)
         self._pending: deque[Observed] = deque()
         self._drawn = False  # since the last step
+        self._unheard = False  # were norms of a step drawn for, but not looked at yet?
         self._gradients: Inside | Hooked | None = None  # where all are computed there is nothing to do
         if self._rules.budget < 1.0:
             if isinstance(optimizer, CompressedOptimizer):
-                self._gradients = Inside(optimizer, self._blocks, self)
+                self._gradients = Inside(optimizer, self._blocks, self, sampling == "shared")
             else:
                 self._gradients = Hooked(self._blocks)
         SAMPLED.update(dict.fromkeys(self._params, True))
@@ -143,8 +144,7 @@ class JointSpar:
         if not self._drawn:
             self._advance()
         self.optimizer.zero_grad()  # a fusedcomp optimizer also counts here which gradients to wait for
-        if self._gradients is not None:
-            self._gradients.draw(self._inclusion, self._is_learned_from)
+        self._tell()
 
     def _advance(self) -> None:
         """The active blocks of one more step."""
@@ -156,7 +156,11 @@ class JointSpar:
             rng = random.Random(f"{self._rules.seed}/{place}/{self._draws}")
             self._activate(draw(self._bandit.probabilities, rng, self._may_be_empty))
         self._draws += 1
-        self._drawn = True
+        self._drawn = self._unheard = True
+
+    def _tell(self) -> None:
+        if self._gradients is not None:
+            self._gradients.draw(self._inclusion, self._active, self._is_learned_from)
 
     @property
     def _is_learned_from(self) -> bool:
@@ -189,14 +193,20 @@ class JointSpar:
     def admit(self) -> None:
         """For a fusedcomp optimizer: fail the step if it was not drawn for."""
         if not self._drawn and isinstance(self.optimizer, CompressedOptimizer):
-            self.optimizer.fail(UNDRAWN)  # no peer waits
+            self._advance()  # peers may have drawn: what they are sent, if nothing but zeros, has the size they know
+            self._tell()
+            self.optimizer.fail(UNDRAWN)
+
+    def end(self) -> None:
+        """For a fusedcomp optimizer: the step is over, on all ranks, however it went."""
+        self._drawn = False
 
     @torch.no_grad()
     def _observe(self) -> None:
         """The hook after ``step()``: the norms of its gradients start on their way to the host."""
-        if not self._drawn:
+        if not self._unheard:
             return
-        self._drawn = False
+        self._drawn = self._unheard = False
         if self._gradients is not None:
             self._gradients.end()
             if self._is_learned_from:

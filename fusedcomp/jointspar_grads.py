@@ -21,21 +21,31 @@ UNDRAWN = (
 
 
 class Inside:
-    """Of an optimizer of fusedcomp's. ``blocks``: their parameters."""
+    """Of an optimizer of fusedcomp's.
 
-    def __init__(self, optimizer: CompressedOptimizer, blocks: Sequence[Sequence[Tensor]], sampler: Sampler) -> None:
-        self._optimizer, self._blocks = optimizer, blocks
+    Args:
+        optimizer: whose they are.
+        blocks: their parameters.
+        sampler: asked before anything is sent, and told when a step is over.
+        shared: do all ranks draw alike?
+    """
+
+    def __init__(
+        self, optimizer: CompressedOptimizer, blocks: Sequence[Sequence[Tensor]], sampler: Sampler, shared: bool
+    ) -> None:
+        self._optimizer, self._blocks, self._shared = optimizer, blocks, shared
         self._order: list[int] = []  # of the parameters of all buckets, in order, their blocks; -1: none
         self._places = torch.zeros(0, dtype=torch.int64)  # among them of the blocks' parameters
         optimizer._sampler = weakref.ref(sampler)
 
-    def draw(self, chances: Sequence[float], observed: bool) -> None:
-        """Divide by these from now on, block by block. ``observed``: the norms of the next step will be asked for."""
+    def draw(self, chances: Sequence[float], active: Sequence[bool], observed: bool) -> None:
+        """These blocks from now on, and the chances to divide by. ``observed``: norms of the step will be asked for."""
         exchanges = self._optimizer._exchanges
         if not exchanges.is_sampled:  # its buckets are new
             self._find()
-        inverse = [*(1.0 / chance for chance in chances), 1.0]
-        exchanges.sample([inverse[block] for block in self._order], observed)
+        inverse, on = [*(1.0 / chance for chance in chances), 1.0], [*active, True]
+        known = [on[block] for block in self._order] if self._shared else None
+        exchanges.sample([inverse[block] for block in self._order], known, observed)
 
     def _find(self) -> None:
         params = [param for bucket in self._optimizer._buckets for param in bucket.params]
@@ -57,7 +67,7 @@ class Inside:
     def release(self) -> None:
         """Gradients are as they were before a sampler."""
         self._optimizer._sampler = None
-        self._optimizer._exchanges.sample(None, observed=False)
+        self._optimizer._exchanges.end_sampling()
 
 
 class Hooked:
@@ -73,7 +83,7 @@ class Hooked:
             dtype = torch.promote_types(dtype, param.dtype)
         self._zero = torch.zeros((), dtype=dtype, device=self._params[0].device)
 
-    def draw(self, chances: Sequence[float], observed: bool) -> None:
+    def draw(self, chances: Sequence[float], active: Sequence[bool], observed: bool) -> None:
         """Divide by these from now on, block by block."""
         self._chances[:] = chances
 

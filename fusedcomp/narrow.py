@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedcomp.buckets import Bucket
-from fusedcomp.exchange import Hyper, Shared
+from fusedcomp.exchange import Exchange, Hyper, Shared
 from fusedcomp.kernels.headers import HEADER_WORDS
 from fusedcomp.pipeline import DenseExchange, held_square_norm
 from fusedcomp.wire import dense_is_cheaper
@@ -31,6 +31,10 @@ class NarrowExchange(DenseExchange):
         self.own = self.received[0] if world == 1 else torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.headers, self.rows = _views(self.received, bucket, dtype)
         (self.header,), (self.values,) = _views(self.own.view(1, -1), bucket, dtype)
+
+    def arrange(self, active: Sequence[bool] | None) -> None:
+        """All travels, whatever is drawn."""
+        Exchange.arrange(self, active)
 
     def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
         """Start the exchange of these gradients, on the current stream."""

@@ -220,6 +220,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         sampler = None if self._sampler is None else self._sampler()
         if sampler is not None:
             sampler.admit()
+        alive = next((param for param in self._exchanges[index].asleep if param.grad is not None), None)
+        if alive is not None:
+            self.fail(
+                f"parameter {self.name_of(alive)} received a gradient, but its block is inactive in this step, which "
+                "all ranks count on: requires_grad was switched on since the last draw() of JointSpar"
+            )
         if self._has_new_plan(group):
             self.fail(
                 f"compressor, memory or decay of group {group} was changed, or its momentum switched on; call "
@@ -282,6 +288,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._settings.grad_scaler is not None and verdict is not None:
             self._settings.grad_scaler.judge(verdict.found_inf)
         self._backward.reset()
+        if self._sampler is not None and (sampler := self._sampler()) is not None:
+            sampler.end()
 
     @torch.no_grad()
     def fail(self, message: str) -> None:

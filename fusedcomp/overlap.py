@@ -46,6 +46,9 @@ class Sampler(Protocol):
     def admit(self) -> None:
         """Fail the step if it was not drawn for."""
 
+    def end(self) -> None:
+        """The step is over, on all ranks, however it went."""
+
 
 # The hook of the newest optimizer of every parameter.
 _HOOKS = WeakTensorKeyDictionary()

@@ -8,6 +8,7 @@
 ``launch`` runs on the caller's current stream, during backward; ``apply`` on the main stream, in ``step()``.
 """
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from fusedcomp.buckets import Bucket
 from fusedcomp.buffers import Reduced, Summed
 from fusedcomp.exchange import Exchange, Hyper, Shared
-from fusedcomp.kernels.segments import WORDS, Operands
+from fusedcomp.kernels.segments import WORDS, Operands, Staging
 from fusedcomp.memories import Memory, MomentumCorrection, NoMemory, accumulation
 
 _NOTHING = {"grad_scale": 1.0, "weight_decay": 0.0, "momentum": 0.0}
@@ -36,6 +37,22 @@ class DenseExchange(Exchange):
                 (2, len(bucket.segments.numels)), dtype=torch.float32, device=bucket.device
             )  # of the mean gradient
         self.reduced = Reduced.allocate(bucket, with_norms=False)
+        self.packed, self.sent = bucket.segments, self.reduced  # where gradients are put; what of it travels
+        self._starts: Tensor | None = None  # of ``packed``, where a sampler draws
+
+    def arrange(self, active: Sequence[bool] | None) -> None:
+        """Active parameters alone travel: they lie behind the others, next to the trailer."""
+        super().arrange(active)
+        segments = self.bucket.segments
+        if self._starts is None:
+            self._starts = torch.zeros_like(segments.start_table)
+            self._staging = Staging(self._starts.shape, torch.int64, self.bucket.device)
+        order = sorted(range(len(segments.numels)), key=lambda i: active is not None and active[i])
+        where = self.reduced.place(order, segments.numels)
+        self._staging.send(torch.tensor([w.start for w in where]), self._starts)
+        self.packed = dataclasses.replace(segments, start_table=self._starts, compact_slices=tuple(where))
+        idle = sum(param.numel() for param in self.asleep)
+        self.sent = dataclasses.replace(self.reduced, whole=self.reduced.whole[idle:])
 
     def launch(self, grads: Sequence[Tensor | None], hyper: Hyper, step: int) -> None:
         """Start the exchange of these gradients, on the current stream."""
@@ -44,15 +61,15 @@ class DenseExchange(Exchange):
         # Divided before the sum, as torch's hooks do.
         sign = (-1.0 if hyper.maximize else 1.0) / self.group.world_size
         self.ops.dense.pack_dense(
-            self.bucket.segments, self.bucket.operands, self.scales, self.reduced.values, self.flag, grad_scale=sign
+            self.packed, self.bucket.operands, self.scales, self.reduced.values, self.flag, grad_scale=sign
         )
-        self.reduce(self.reduced, failed=False)
+        self.reduce(self.sent, failed=False)
 
     def launch_nothing(self, hyper: Hyper, step: int) -> None:
         """Take part in the exchange with zeros, as a rank that failed."""
         self.bucket.operands.update([None] * len(self.bucket.params))
         self.reduced.whole.zero_()
-        self.reduce(self.reduced, failed=True)
+        self.reduce(self.sent, failed=True)
 
     def read(self) -> None:
         """Take in the headers."""

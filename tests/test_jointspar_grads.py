@@ -5,6 +5,7 @@ With chances of 1/2 a product is exact, as is a quotient: runs agree bit for bit
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ranks
-from fusedcomp import LARS, SGD, BlockTopK, GradScaler, NoMemory, RandomK, Residual, TopK
+from fusedcomp import LARS, SGD, BlockTopK, GradScaler, Identity, NoMemory, RandomK, Residual, TopK
 from fusedcomp.bandit import Bandit
+from fusedcomp.compressors import Compressor
 from fusedcomp.jointspar import JointSpar
+from fusedcomp.kernels.headers import TRAILER_WORDS
 from sampled import active, drawing, probabilities
 
 SETS = ([True, False, True, True], [False, True, True, False], [True, True, False, True], [False, False, True, False],
@@ -131,9 +134,41 @@ def test_factors_do_what_hooks_would_on_two_ranks(case: str) -> None:
 
 
 def test_factors_do_what_hooks_would_over_two_levels() -> None:
+    """But for the order in which four ranks are added up: it depends on where in a buffer an element is."""
     (got, expected), *others = ranks.run(on_ranks, 4, "topk", True)
-    assert got == expected
     assert all(other == (got, expected) for other in others)
+    mine, theirs = (torch.frombuffer(bytearray(bits), dtype=torch.float32) for bits in (got, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def bytes_of_steps(rank: int, world: int, compressor: Compressor, expected: list[int]) -> bytes:
+    model = ranks.net()
+    sampler = JointSpar(SGD_(model.parameters(), compressor=compressor, **SMALL), 0.5, exclude=[model[-1].bias])
+    with still(), drawing(*SETS):
+        for step, nbytes in enumerate(expected):
+            sampler.draw()
+            ranks.loss_of(model, rank, step).backward()
+            sampler.optimizer.step()
+            assert sampler.optimizer.metrics()["bytes_sent"].item() == nbytes
+    return ranks.digest(model)
+
+
+def test_only_active_blocks_travel() -> None:
+    """And a trailer for every bucket. So the expectation of bytes is sum of p times bytes, over draws."""
+    model = ranks.net()
+    optimizer = SGD_(model.parameters(), **SMALL)
+    sampler = JointSpar(optimizer, 0.5, exclude=[model[-1].bias])
+    sizes = [sum(p.nbytes for p in block) for block in sampler.blocks]
+    trailers = sum(4 * (len(bucket.params) + TRAILER_WORDS) for bucket in optimizer._buckets)
+    always = model[-1].bias.nbytes + trailers
+    expected = [always + sum(size for size, on in zip(sizes, active, strict=True) if on) for active in SETS]
+    assert optimizer.metrics()["bytes_dense"].item() == sum(sizes) + model[-1].bias.nbytes
+    first, second = ranks.run(bytes_of_steps, 2, Identity(), expected)
+    assert first == second
+    everything = itertools.product((False, True), repeat=4)
+    mean = sum(sum(size for size, on in zip(sizes, active, strict=True) if on) for active in everything) / 16
+    share = sampler.metrics()["expected_share"].item()
+    assert mean + model[-1].bias.nbytes == pytest.approx(share * optimizer.metrics()["bytes_dense"].item())
 
 
 def test_buckets_that_are_planned_anew_know_the_factors() -> None:

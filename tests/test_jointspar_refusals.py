@@ -11,7 +11,7 @@ from torch import nn
 import ranks
 from fusedcomp import SGD
 from fusedcomp.jointspar import JointSpar
-from sampled import OPTIMIZERS, batch_loss, mlp, train
+from sampled import OPTIMIZERS, batch_loss, drawing, mlp, train
 
 # ---- arguments and misuse --------------------------------------------------------------------------------------------
 
@@ -128,3 +128,19 @@ def test_freezing_a_block_under_a_sampler() -> None:
     model[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"of shape \(8, 8\) in block 0 was switched off since the last draw"):
         sampler.draw()
+
+
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": 1e-5}, {"overlap": False}], ids=str)
+def test_a_gradient_of_an_inactive_block(options: dict[str, Any]) -> None:
+    """All ranks count on its absence."""
+    model = mlp(4)
+    sampler = JointSpar(SGD(model.parameters(), lr=0.05, **options), 0.5)
+    with drawing([True, False, True, True]):
+        sampler.draw()
+    model[2].weight.requires_grad_(True)
+    before = model[2].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"parameter 2 of group 0 \(8, 8\) received a gradient, but its block"):  # noqa: PT012
+        batch_loss(model, 0, 0).backward()
+        sampler.optimizer.step()
+    assert torch.equal(model[2].weight, before)
+    train(model, sampler, 2)
