@@ -9,6 +9,7 @@ places_of       where in a payload the entries of every block are
 sample_table    which elements a bucket's threshold is sampled from
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,9 +50,10 @@ class Payloads:
 class PayloadBuffers(Payloads):
     """The same, and what else depends on k."""
 
-    ranks: Tensor  # i64 (scopes,)
-    sample_ranks: Tensor  # i64 (scopes,)
-    sample_aims: Tensor  # i64 (scopes,)
+    numbers: Tensor  # i64 (3, scopes), of which the next three are rows
+    ranks: Tensor
+    sample_ranks: Tensor
+    sample_aims: Tensor
     keys: Tensor  # i64 (capacity,)
     indices: Tensor  # i64 (capacity,)
     near: Tensor  # i64 (capacity,)
@@ -63,24 +65,34 @@ class PayloadBuffers(Payloads):
     ) -> "PayloadBuffers":
         """Zeros, and the numbers of the selection, sent without waiting. ``room``: u8 zeros, where to receive."""
 
-        def i64(values: Sequence[int]) -> Tensor:
-            host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-            return host.to(device, non_blocking=True)
-
         def zeros(numel: int) -> Tensor:
             return torch.zeros(numel, dtype=torch.int64, device=device)
 
         travels = Payloads.of(layout, world, device, room)
+        host = torch.tensor(selection.numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+        numbers = host.to(device, non_blocking=True)
+        ranks, sample_ranks, sample_aims = numbers
         return PayloadBuffers(
             **vars(travels),
-            ranks=i64(selection.ks),
-            sample_ranks=i64(selection.sample_ranks),
-            sample_aims=i64(selection.sample_aims),
+            numbers=numbers,
+            ranks=ranks,
+            sample_ranks=sample_ranks,
+            sample_aims=sample_aims,
             keys=zeros(selection.capacity),
             indices=zeros(selection.capacity),
             near=zeros(selection.capacity),
             packed=zeros(1 + 2 * -(-selection.capacity // PACK)),
         )
+
+    def cut(self, layout: PayloadLayout) -> "PayloadBuffers":
+        """Room for fewer entries in the same memory."""
+        world = self.received.shape[0]
+        received = self.received.view(-1)[: world * layout.nbytes].view(world, -1)
+        own = received[0] if world == 1 else self.own[: layout.nbytes]
+        payload, payloads = layout.views(own.view(1, -1)), layout.views(received)
+        return dataclasses.replace(
+            self, layout=layout, own=own, received=received, payload=payload, payloads=payloads
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ class Selection(NamedTuple):
         """Entries to send, over all scopes."""
         return sum(self.ks)
 
+    @property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """What the device needs of it."""
+        return self.ks, self.sample_ranks, self.sample_aims
+
 
 def count_at(density: float, numel: int) -> int:
     """k: ``density * numel`` rounded up, at least 1; a product that is whole but for rounding stays whole."""
@@ -73,6 +78,15 @@ def selection_of(compressor: TopK, scope_numels: Sequence[int], ks: Sequence[int
     ]
     _, ranks, aims, capacities = zip(*scopes, strict=True)
     return Selection(tuple(ks), ranks, aims, sum(capacities))
+
+
+def of_share(compressor: TopK, whole: Selection, scope_numels: Sequence[int], active: Sequence[int]) -> Selection:
+    """A selection where so many of every scope's elements are active: as large a part of the entries, at least one."""
+    if len(active) == 1:
+        k = count_at(whole.ks[0] / scope_numels[0], active[0])
+        return selection_of(compressor, scope_numels, [k])
+    # A tensor is active as a whole; thresholds of the others do not matter.
+    return whole._replace(ks=tuple(k if there else 1 for k, there in zip(whole.ks, active, strict=True)))
 
 
 def _from_samples(k: int, numel: int, samples: int, deviations: float) -> tuple[int, int, int, int]:

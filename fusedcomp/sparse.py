@@ -4,7 +4,7 @@ launch:  [sample -> compress -> refine] -> payload -> all_gather
 apply:   headers -> parameters, in rank order
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fusedcomp.exchange import Shared
 from fusedcomp.gathered import GatheredExchange
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.refine import SCAN
+from fusedcomp.kernels.segments import Staging
 from fusedcomp.memories import Memory, NoMemory
 from fusedcomp.rooms import Adaptive, Anew, Sizing, Waiting
 from fusedcomp.shares import Share, Shares, most_entries
@@ -26,6 +27,7 @@ from fusedcomp.sizing import (
     Scheduled,
     Selection,
     log_ratios,
+    of_share,
     threshold_key,
     threshold_room,
 )
@@ -87,7 +89,11 @@ class SparseExchange(GatheredExchange):
                 self.sizing = Scheduled(compressor, segments.scope_numels)
         if self._estimates:
             self.logs = zeros(scopes, dtype=torch.int64)  # of n / k
-        self.selection = NOTHING  # that ``buffers`` are for
+        self.selection = NOTHING  # that ``whole`` is for
+        self.whole: PayloadBuffers  # ``buffers`` are they, or a part of them where a sampler draws
+        self.cut_to: tuple[int, ...] = ()  # entries of every scope that ``buffers`` have room for
+        self.active: list[int] | None = None  # elements of every scope that may have a gradient; None: all
+        self._staging = Staging((3, scopes), torch.int64, device)
 
     @property
     def limit(self) -> int:
@@ -106,19 +112,43 @@ class SparseExchange(GatheredExchange):
     def _demand(self) -> Waiting | Anew:
         return Waiting() if self.is_kept else Anew()
 
+    _follows_draws = True  # can a payload have fewer entries than there is room for?
+
+    def arrange(self, active: Sequence[bool] | None) -> None:
+        """Of the active elements alone, a share of the entries is sent that is as large as theirs."""
+        super().arrange(active)
+        segments = self.bucket.segments
+        self.active = None
+        if active is not None and self._follows_draws:
+            self.active = [0] * len(segments.scope_numels)
+            for segment, (numel, on) in enumerate(zip(segments.numels, active, strict=True)):
+                self.active[segments.scope_of(segment)] += numel * on
+
     def _prepare(self, step: int) -> None:
         selection = self.sizing.at(step)
         if selection is not self.selection:
             self.prepare(selection, self._goes_dense(selection.k), None)
+        if isinstance(self.sizing, Scheduled) and not self.dense_step:
+            self._cut(selection, self.sizing.compressor)
+
+    def _cut(self, selection: Selection, compressor: TopK) -> None:
+        """Let ``buffers`` be what this step needs."""
+        if self.active is not None:
+            selection = of_share(compressor, selection, self.bucket.segments.scope_numels, self.active)
+        if selection.ks != self.cut_to:
+            self.cut_to = selection.ks
+            self._staging.send(torch.tensor(selection.numbers), self.whole.numbers)
+            self.buffers = self.whole.cut(self._layout(selection.k))
 
     def prepare(self, selection: Selection, dense: bool, room: Tensor | None) -> None:
         """Buffers for this selection; the same decision on every rank. ``room``: u8, where to receive."""
         self.selection = selection
         self._set_dense(dense)
         if not dense:
-            self.buffers = PayloadBuffers.allocate(
+            self.buffers = self.whole = PayloadBuffers.allocate(
                 self._layout(selection.k), selection, self.peers, self.bucket.device, room
             )  # fmt: skip
+            self.cut_to = selection.ks
             if self._estimates:
                 logs = log_ratios(self.bucket.segments.scope_numels, selection.ks)
                 host = torch.tensor(logs, dtype=torch.int64, pin_memory=self.logs.is_cuda)

@@ -40,6 +40,8 @@ class _Parts:
 class SplitExchange(SparseExchange):
     """The entries that ``TopK`` selects, and of their sums the largest of every range."""
 
+    _follows_draws = False
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # Velocities are masked where something is applied, which is known at the end; alone it is a gather.

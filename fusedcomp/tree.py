@@ -78,6 +78,8 @@ class _Merges:
 class TreeExchange(SparseExchange):
     """The entries that ``TopK`` selects, and of their sums the largest."""
 
+    _follows_draws = False
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.tree = Tree.of(self.group.rank, self.group.world_size)

@@ -1,12 +1,14 @@
-"""JointSpar inside fusedcomp's optimizers: factors of the pass do what hooks that divide every gradient would.
+"""JointSpar inside fusedcomp's optimizers: factors of the pass do what hooks that divide would; what travels.
 
-With chances of 1/2 a product is exact, as is a quotient: runs agree bit for bit.
+With chances of 1/2 a product is exact, as is a quotient: runs agree bit for bit. Where ranks draw for themselves (here
+they come to the same) payloads are as large as without a sampler.
 """
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import pytest
@@ -88,7 +90,7 @@ def trained(rank: int, case: str, hooked: bool, group: object = None) -> bytes:
     options = {} if group is None else {"process_group": group}
     optimizer = CASES[case](model.parameters(), grad_scaler=scaler, **options)
     always = model[-1].bias  # so that a chance is what it seems
-    sampler = JointSpar(optimizer, 0.5, exclude=[always])
+    sampler = JointSpar(optimizer, 0.5, exclude=[always], sampling="per_rank")
     if hooked:
         blocks = sampler.blocks
         sampler.remove()
@@ -134,41 +136,89 @@ def test_factors_do_what_hooks_would_on_two_ranks(case: str) -> None:
 
 
 def test_factors_do_what_hooks_would_over_two_levels() -> None:
-    """But for the order in which four ranks are added up: it depends on where in a buffer an element is."""
     (got, expected), *others = ranks.run(on_ranks, 4, "topk", True)
+    assert got == expected
     assert all(other == (got, expected) for other in others)
-    mine, theirs = (torch.frombuffer(bytearray(bits), dtype=torch.float32) for bits in (got, expected))
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-def bytes_of_steps(rank: int, world: int, compressor: Compressor, expected: list[int]) -> bytes:
-    model = ranks.net()
-    sampler = JointSpar(SGD_(model.parameters(), compressor=compressor, **SMALL), 0.5, exclude=[model[-1].bias])
+# ---- what travels ----------------------------------------------------------------------------------------------------
+
+
+def sent_in_steps(rank: int, world: int, compressor: Compressor, sampling: str) -> tuple[bytes, list[int]]:
+    """The digest, and the bytes sent in the step of every set."""
+    model, sent = ranks.net(), []
+    optimizer = SGD_(model.parameters(), compressor=compressor, dense_dtype=torch.float32, **SMALL)
+    sampler = JointSpar(optimizer, 0.5, exclude=[model[-1].bias], sampling=sampling)
     with still(), drawing(*SETS):
-        for step, nbytes in enumerate(expected):
+        for step in range(len(SETS)):
             sampler.draw()
             ranks.loss_of(model, rank, step).backward()
-            sampler.optimizer.step()
-            assert sampler.optimizer.metrics()["bytes_sent"].item() == nbytes
-    return ranks.digest(model)
+            optimizer.step()
+            sent.append(optimizer.metrics()["bytes_sent"].item())
+    return ranks.digest(model), sent
 
 
 def test_only_active_blocks_travel() -> None:
-    """And a trailer for every bucket. So the expectation of bytes is sum of p times bytes, over draws."""
+    """And a trailer for every bucket: the expectation of bytes is sum of p times bytes. Parameters are the same."""
     model = ranks.net()
     optimizer = SGD_(model.parameters(), **SMALL)
     sampler = JointSpar(optimizer, 0.5, exclude=[model[-1].bias])
-    sizes = [sum(p.nbytes for p in block) for block in sampler.blocks]
+    sizes, bias = [sum(p.nbytes for p in block) for block in sampler.blocks], model[-1].bias.nbytes
     trailers = sum(4 * (len(bucket.params) + TRAILER_WORDS) for bucket in optimizer._buckets)
-    always = model[-1].bias.nbytes + trailers
-    expected = [always + sum(size for size, on in zip(sizes, active, strict=True) if on) for active in SETS]
-    assert optimizer.metrics()["bytes_dense"].item() == sum(sizes) + model[-1].bias.nbytes
-    first, second = ranks.run(bytes_of_steps, 2, Identity(), expected)
-    assert first == second
-    everything = itertools.product((False, True), repeat=4)
-    mean = sum(sum(size for size, on in zip(sizes, active, strict=True) if on) for active in everything) / 16
-    share = sampler.metrics()["expected_share"].item()
-    assert mean + model[-1].bias.nbytes == pytest.approx(share * optimizer.metrics()["bytes_dense"].item())
+
+    def active_bytes(active: Sequence[bool]) -> int:
+        return bias + sum(size for size, on in zip(sizes, active, strict=True) if on)
+
+    (weights, sent), other = ranks.run(sent_in_steps, 2, Identity(), "shared")
+    assert (weights, sent) == other
+    assert sent == [active_bytes(active) + trailers for active in SETS]
+    (weights_of_all, sent_of_all), _ = ranks.run(sent_in_steps, 2, Identity(), "per_rank")
+    assert weights == weights_of_all
+    assert sent_of_all == [sum(sizes) + bias + trailers] * len(SETS)
+    everything = [active_bytes(active) for active in itertools.product((False, True), repeat=4)]
+    dense, share = optimizer.metrics()["bytes_dense"].item(), sampler.metrics()["expected_share"].item()
+    assert sum(everything) / len(everything) == pytest.approx(share * dense)
+
+
+@pytest.mark.parametrize("selection", ["exact", "sampled", "sidco"])
+@pytest.mark.parametrize("scope", ["bucket", "tensor"])
+def test_the_largest_of_the_active_entries_are_sent_and_the_rest_is_kept(scope: str, selection: str) -> None:
+    model = ranks.net()
+    params = {1: model[2].weight, 2: model[6].weight}  # compressed, in one bucket; and their blocks
+    optimizer = SGD(model.parameters(), lr=1.0, compressor=TopK(0.01, scope=scope, selection=selection))
+    sampler = JointSpar(optimizer, 0.5, exclude=[model[-1].bias])
+    (exchange,) = [e for e in optimizer._exchanges if e.bucket.treatment.sparse]
+    with still(), drawing(*SETS):
+        for step, active in enumerate(SETS):
+            before = {block: param.detach().clone() for block, param in params.items()}
+            kept = {block: optimizer.state[param]["residual"].clone() for block, param in params.items()}
+            sampler.draw()
+            ranks.loss_of(model, 0, step).backward()
+            grads = {block: 0.0 if p.grad is None else 2.0 * p.grad for block, p in params.items()}
+            optimizer.step()
+            numels = [param.numel() for block, param in params.items() if active[block]]
+            most = sum(map(count, numels)) if scope == "tensor" else count(sum(numels)) if numels else 0
+            idle = len(params) - len(numels) if scope == "tensor" else not numels
+            assert exchange.nbytes == exchange._layout(most + idle).nbytes
+            nnz = optimizer.metrics()["nnz"].item()
+            assert nnz == most if selection == "exact" else 0.5 * most <= nnz <= most
+            moved = 0
+            for block, param in params.items():
+                residual = optimizer.state[param]["residual"]
+                sent = before[block] - param.detach()
+                moved += int((residual == 0).logical_and(sent != 0).sum())
+                torch.testing.assert_close(sent + residual, kept[block] + grads[block], rtol=1e-5, atol=1e-6)
+                if not active[block]:
+                    assert torch.equal(param, before[block])
+                    assert torch.equal(residual, kept[block])
+            assert moved == nnz
+
+
+def count(numel: int) -> int:
+    return math.ceil(0.01 * numel)
+
+
+# ---- plans, norms ----------------------------------------------------------------------------------------------------
 
 
 def test_buckets_that_are_planned_anew_know_the_factors() -> None:
@@ -177,7 +227,7 @@ def test_buckets_that_are_planned_anew_know_the_factors() -> None:
     for hooked in (False, True):
         model = ranks.net()
         optimizer = SGD_(model.parameters(), compressor=TopK(0.05))
-        sampler: JointSpar | Hooks = JointSpar(optimizer, 0.5, exclude=[model[-1].bias])
+        sampler: JointSpar | Hooks = JointSpar(optimizer, 0.5, exclude=[model[-1].bias], sampling="per_rank")
         if hooked:
             blocks = sampler.blocks
             sampler.remove()
