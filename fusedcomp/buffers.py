@@ -138,12 +138,12 @@ class Reduced(Summed):
 
     def place(self, order: Sequence[int], numels: Sequence[int]) -> list[slice]:
         """Let the segments lie one behind the other in this order, as gradients; where each of them is."""
-        views = self.values.split([numels[segment] for segment in order])
-        where, start = [slice(0)] * len(order), 0
-        grads: list[Tensor | None] = [None] * len(order)
-        for segment, view in zip(order, views, strict=True):
-            grads[segment], where[segment] = view, slice(start, start + view.numel())
-            start += view.numel()
+        sizes = [numels[segment] for segment in order]
+        grads: list[Tensor | None] = [None] * len(sizes)
+        where, start = [slice(0)] * len(sizes), 0
+        for segment, size, view in zip(order, sizes, self.values.split(sizes), strict=True):
+            grads[segment], where[segment] = view, slice(start, start + size)
+            start += size
         self.as_grads.update(grads)
         return where
 

@@ -47,7 +47,8 @@ class DenseExchange(Exchange):
         if self._starts is None:
             self._starts = torch.zeros_like(segments.start_table)
             self._staging = Staging(self._starts.shape, torch.int64, self.bucket.device)
-        order = sorted(range(len(segments.numels)), key=lambda i: active is not None and active[i])
+        every = range(len(segments.numels))
+        order = every if active is None else sorted(every, key=active.__getitem__)
         where = self.reduced.place(order, segments.numels)
         self._staging.send(torch.tensor([w.start for w in where]), self._starts)
         self.packed = dataclasses.replace(segments, start_table=self._starts, compact_slices=tuple(where))
