@@ -36,6 +36,13 @@ METHODS = (
         "cat_fixed", "SGD + CAT(AffineCost(fixed=40000))", 0.2, CAT(AffineCost(fixed=40_000)), memory=Residual()
     ),
     train.Method("cat_packets", "SGD + CAT(PacketCost())", 0.2, CAT(PacketCost()), memory=Residual()),
+    train.Method(
+        "cat_quantized",
+        "SGD + CAT(AffineCost(fixed=40000)), signs",
+        0.2,
+        CAT(AffineCost(fixed=40_000), variant="sparse_quantized"),
+        memory=Residual(),
+    ),
     train.Method("random0.05", "SGD + RandomK(0.05)", 0.1, RandomK(density=0.05)),
     train.Method(
         "random0.25_unbiased", "SGD + RandomK(0.25), unbiased", 0.05, RandomK(density=0.25), memory=NoMemory()

@@ -80,6 +80,11 @@ def memory_goes_with(name: str, compressor: Any, memory: Any, states: torch.dtyp
             f"{name}: wire_dtype=torch.float16 cannot go with state_dtype=torch.bfloat16, whose range it does not "
             "hold; use wire_dtype=torch.bfloat16, which sends such states exactly"
         )
+    if states == torch.bfloat16 and getattr(compressor, "variant", None) == "sparse_quantized":
+        raise ValueError(
+            f"{name}: variant='sparse_quantized' needs state_dtype=torch.float32: what an entry differs from what it "
+            "is sent as would be rounded"
+        )
     if not isinstance(memory, (MomentumCorrection, Residual, NoMemory)):
         raise TypeError(f"{name}: memory must be MomentumCorrection(), Residual() or NoMemory(), got {memory!r}")
     collective = getattr(compressor, "collective", "gather")

@@ -189,12 +189,12 @@ class BlockTopK:
 
 @dataclass(frozen=True)
 class CAT:
-    """Send as many of the largest entries as buy the most descent for what the message costs, anew in every step.
+    """Send as many entries as buy the most descent for what the message costs, chosen anew in every step.
 
     The communication-aware adaptive tuning of Khirirat et al. (AAAI 2021): with the T largest entries of a gradient g
     a step of size 1 / L lowers an L-smooth loss by at least ``alpha(T) |g|^2 / (2 L)``, where ``alpha(T)`` is their
     share of ``|g|^2``; T is the one with the largest ``alpha(T) / cost(T)``. Every rank chooses its own, on the device,
-    for every bucket by itself.
+    for every bucket by itself. The variants differ in how entries are sent, and so in what T of them guarantee.
 
     Payloads have room as those of ``Threshold``: somewhat more than any rank wanted some steps ago, which all headers
     say. What finds none stays in the residual. The paper has no memory, ``NoMemory()``; with error feedback, the
@@ -205,7 +205,10 @@ class CAT:
             ``objective="time"`` ``LinkCost(latency, bandwidth, compute)``.
         objective: ``"bits"``: the most descent for what is paid for bytes, as in the paper. ``"time"``: for the seconds
             that the step takes.
-        wire_dtype: as of ``TopK``.
+        wire_dtype: as of ``TopK``; of ``"sparse"`` alone.
+        variant: how T entries are sent. ``"sparse"``: the largest, as they are; 6 bytes an entry.
+            ``"sparse_quantized"``: the largest, all as their mean magnitude with their signs; 2 bytes an entry. What
+            an entry differs from that stays in the residual. Needs states of fp32.
 
     Raises:
         TypeError: ``cost`` is none.
@@ -215,6 +218,7 @@ class CAT:
     cost: Cost
     objective: str = "bits"
     wire_dtype: torch.dtype = torch.float32
+    variant: str = "sparse"
 
     def __post_init__(self) -> None:
         if not isinstance(self.cost, COSTS):
@@ -227,6 +231,13 @@ class CAT:
                 f"PacketCost(...), got objective={self.objective!r} with {self.cost!r}"
             )
         _check_wire("CAT", self.wire_dtype)
+        if self.variant not in ("sparse", "sparse_quantized"):
+            raise ValueError(f"CAT: variant must be 'sparse' or 'sparse_quantized', got {self.variant!r}")
+        if self.variant != "sparse" and self.wire_dtype != torch.float32:
+            raise ValueError(
+                f"CAT: wire_dtype is of variant='sparse' alone, got {self.wire_dtype!r} with variant={self.variant!r}, "
+                "which sends no values of its own"
+            )
 
 
 @dataclass(frozen=True)

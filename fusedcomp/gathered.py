@@ -8,7 +8,7 @@ from fusedcomp.buffers import Payloads, Reduced
 from fusedcomp.compressors import CAT, BlockTopK, Threshold, TopK
 from fusedcomp.exchange import Hyper, Shared
 from fusedcomp.kernels.headers import FAILED
-from fusedcomp.kernels.segments import Operands, Segments
+from fusedcomp.kernels.segments import PAGE, SIGNED_PAGE, Operands, Segments
 from fusedcomp.memories import Memory
 from fusedcomp.pipeline import CompressedExchange
 from fusedcomp.wire import Payload, PayloadLayout, dense_is_cheaper
@@ -18,7 +18,9 @@ def layout_of(
     compressor: TopK | Threshold | CAT | BlockTopK, segments: Segments, with_norms: bool, k: int
 ) -> PayloadLayout:  # fmt: skip
     """What a rank sends for a bucket of these segments if it sends k entries."""
-    return PayloadLayout(len(segments.numels), segments.num_pages, k, with_norms, compressor.wire_dtype)
+    signed = isinstance(compressor, CAT) and compressor.variant == "sparse_quantized"
+    pages = segments.pages_of(SIGNED_PAGE if signed else PAGE)
+    return PayloadLayout(len(segments.numels), pages, k, with_norms, compressor.wire_dtype, signed)
 
 
 class GatheredExchange(CompressedExchange):
@@ -96,6 +98,8 @@ class GatheredExchange(CompressedExchange):
 
         def put(operands: Operands, lr: Tensor) -> None:
             sums = self.sums if operands is self.bucket.operands else None
-            self.ops.apply.apply_payloads(segments, operands, *entries, lr, *told, sums, inverse_world=inverse)
+            self.ops.apply.apply_payloads(
+                segments, operands, *entries, lr, *told, sums, inverse_world=inverse, signed=self.buffers.layout.signed
+            )
 
         self._land(put, hyper)

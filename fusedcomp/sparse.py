@@ -199,7 +199,7 @@ class SparseExchange(GatheredExchange):
         refine.pack_payload(
             segments, self.bucket.operands, buffers.keys, buffers.indices, self.offsets, self.thresholds,
             self.masked, self.residual, self.flag, self.seed, self.shared.parity, buffers.packed,
-            payload.starts[0], payload.indices[0], payload.values[0], payload.header[0],
+            payload.starts[0], payload.indices[0], payload.values[0], payload.header[0], signed=buffers.layout.signed,
         )  # fmt: skip
 
     def _send_nothing(self) -> None:

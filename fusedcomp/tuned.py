@@ -37,16 +37,22 @@ class TunedExchange(SparseExchange):
 
     def _message(self) -> Message:
         """What the cost is of."""
-        head, entry = self._layout(0).nbytes, 2 + self.compressor.wire_dtype.itemsize
+        head, entry = self._layout(0).nbytes, 2 if self.signed else 2 + self.compressor.wire_dtype.itemsize
         return Message(head, entry, self.group.world_size, self.bucket.segments.numel / max(self.compressed, 1))
 
+    @property
+    def signed(self) -> bool:
+        """Are entries signs of one magnitude?"""
+        return self.compressor.variant == "sparse_quantized"
+
     def _refine(self) -> None:
+        payload = self.buffers.payload
         self.ops.tune.choose_entries(
             self.costs, self.cost_shape, self.counters, self.buffers.ranks, self.wanted,
-            room=self.selection.k, numel=self.bucket.segments.numel,
+            payload.values[0] if self.signed else None, room=self.selection.k, numel=self.bucket.segments.numel,
         )  # fmt: skip
         super()._refine()
-        self.buffers.payload.header[0, 1:2] = self.wanted
+        payload.header[0, 1:2] = self.wanted
 
     def _asked(self, candidates: Tensor) -> Tensor:
         return self.wanted[0].long()

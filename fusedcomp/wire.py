@@ -3,7 +3,8 @@
 A sparse payload is one flat buffer of little-endian fields, in this order, padded with zeros to 16 bytes:
 
     field     type  count                  content
-    header    i32   4                      version + 256 * type of the values (0: f32, 1: bf16, 2: f16)
+    header    i32   4                      version + 256 * type of the values (0: f32, 1: bf16, 2: f16,
+                                           3: signs of one magnitude)
                                            + 65536 * (k % 32768); number of candidates: entries
                                            that reached the threshold, sent or not (CAT: of
                                            entries it wanted to send); flags (1: a gradient was not
@@ -15,6 +16,12 @@ A sparse payload is one flat buffer of little-endian fields, in this order, padd
                                            space; then the number of values
     values    f32   k                      in index order; zeros past the last; bf16 or f16 if wire_dtype says so
     indices   u16   k                      index inside the page
+
+Where entries are signs (CAT's variant="sparse_quantized"):
+
+    starts    u32   pages + 1              of pages of 32768 elements
+    values    f32   1                      the magnitude of all entries
+    indices   u16   k                      index inside the page; bit 15: the entry is negative
 
 The host knows k: TopK's and BlockTopK's by the density, Threshold's and CAT's room by the headers of eight steps before
 (sizing.py, rooms.py). Sizes are never exchanged; payloads of equal size differ in k by a few at most.
@@ -55,7 +62,7 @@ class Payload(NamedTuple):
     header: Tensor  # i32 (world, words): header and presence
     norms: Tensor  # f32 (world, 2 * segments) or (world, 0)
     starts: Tensor  # i32 (world, pages + 1), the bits of u32
-    values: Tensor  # f32, bf16 or f16 (world, k)
+    values: Tensor  # f32, bf16 or f16 (world, k); of signs f32 (world, 1)
     indices: Tensor  # i16 (world, k), the bits of u16
 
 
@@ -68,6 +75,7 @@ class PayloadLayout:
     k: int
     with_norms: bool
     wire_dtype: torch.dtype
+    signed: bool = False  # entries are signs of one magnitude
 
     @property
     def _fields(self) -> tuple[tuple[str, torch.dtype, int], ...]:
@@ -75,7 +83,7 @@ class PayloadLayout:
             ("header", torch.int32, HEADER_WORDS + -(-self.segments // 32)),
             ("norms", torch.float32, 2 * self.segments if self.with_norms else 0),
             ("starts", torch.int32, self.pages + 1),
-            ("values", self.wire_dtype, self.k),
+            ("values", self.wire_dtype, 1 if self.signed else self.k),
             ("indices", torch.int16, self.k),
         )
 

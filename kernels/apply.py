@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedcomp.kernels._launch import ELEMENT, launch
 from fusedcomp.kernels.elements import element_pointer, narrow, widen
 from fusedcomp.kernels.headers import HEADER_WORDS, take_headers
-from fusedcomp.kernels.segments import BLOCK, BLOCKS_PER_PAGE, PAGE, Operands, Segments
+from fusedcomp.kernels.segments import BLOCK, PAGE, SIGNED_PAGE, Operands, Segments
 
 _CHUNK = 512  # entries of a rank at a time; a page to which a rank sent more is crowded
 _SHARES = 4  # programs for a crowded page; in other pages all but the first have nothing to do,
@@ -73,16 +73,27 @@ def _ranges(
         count = tl.sum(tl.where(lane == most, high, 0)) - first
         part = share + lane // RANKS
         at = indices_ptr + (most % RANKS).to(tl.int64) * indices_stride + first + count * part // SHARES
-        least = tl.load(at, mask=part < SHARES, other=0).to(tl.int32) & 0xFFFF
+        least = tl.load(at, mask=part < SHARES, other=0).to(tl.int32) & (PAGE - 1)
         least = tl.where(part == 0, 0, tl.where(part == SHARES, PAGE, least))
         while tl.max(high - low) > 0:
             middle = (low + high) // 2
             search = low < high
             inside = tl.load(indices_ptr + row * indices_stride + middle, mask=search, other=0)
-            before = (inside.to(tl.int32) & 0xFFFF) < least
+            before = (inside.to(tl.int32) & (PAGE - 1)) < least
             low = tl.where(search & before, middle + 1, low)
             high = tl.where(search & ~before, middle, high)
     return low
+
+
+@triton.jit
+def _sent(values_ptr, at, mask, word, IS_SIGNED: tl.constexpr, WIRE: tl.constexpr, PAGE: tl.constexpr):
+    """The values of a rank's entries; IS_SIGNED: its one value, with the sign that is above the index."""
+    if IS_SIGNED:
+        scale = widen(tl.load(values_ptr), WIRE)
+        value = tl.where((word & PAGE) != 0, -scale, scale)
+    else:
+        value = widen(tl.load(values_ptr + at, mask=mask, other=0), WIRE)
+    return value
 
 
 @triton.jit
@@ -94,9 +105,9 @@ def _apply_payloads_kernel(
     sums_ptr,  # scratch
     inverse_world, world, num_values, starts_stride, indices_stride, values_stride, header_stride, num_segments,
     num_blocks,
-    HAS_HEADERS: tl.constexpr, HAS_VERDICT: tl.constexpr, ELEMENT: tl.constexpr, WIRE: tl.constexpr,
-    FIRST: tl.constexpr, BLOCKS_PER_PAGE: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, SHARES: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_HEADERS: tl.constexpr, HAS_VERDICT: tl.constexpr, IS_SIGNED: tl.constexpr, ELEMENT: tl.constexpr,
+    WIRE: tl.constexpr, FIRST: tl.constexpr, BLOCKS_PER_PAGE: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+    SHARES: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     share = tl.program_id(0) % SHARES
     page = (tl.program_id(0) // SHARES).to(tl.int64)
@@ -130,14 +141,15 @@ def _apply_payloads_kernel(
             for chunk in range(begin, end, CHUNK):
                 at = chunk + tl.arange(0, CHUNK)
                 mask = at < end
-                inside = tl.load(indices_ptr + row * indices_stride + at, mask=mask, other=0).to(tl.int32) & 0xFFFF
+                word = tl.load(indices_ptr + row * indices_stride + at, mask=mask, other=0).to(tl.int32)
+                inside = word & (PAGE - 1)
                 pointer, exists = _locate(
                     inside, mask, page, alone, segment, first, block_table_ptr, address_ptr, numel_ptr, num_segments,
                     num_blocks, ELEMENT, BLOCKS_PER_PAGE, BLOCK,
                 )  # fmt: skip
                 if SUMS and sweep == 0:
                     total = sums_ptr + page * PAGE + inside
-                    value = widen(tl.load(values_ptr + row * values_stride + at, mask=mask, other=0), WIRE)
+                    value = _sent(values_ptr + row * values_stride, at, mask, word, IS_SIGNED, WIRE, PAGE)
                     tl.store(total, tl.load(total, mask=exists, other=0.0) + value, mask=exists)
                 else:
                     if SUMS:  # taken by the first rank that sent the entry; 0 for the others
@@ -145,7 +157,7 @@ def _apply_payloads_kernel(
                         value = tl.load(total, mask=exists, other=0.0)
                         tl.store(total, tl.zeros((CHUNK,), tl.float32), mask=exists)
                     else:
-                        value = widen(tl.load(values_ptr + row * values_stride + at, mask=mask, other=0), WIRE)
+                        value = _sent(values_ptr + row * values_stride, at, mask, word, IS_SIGNED, WIRE, PAGE)
                     param = widen(tl.load(pointer, mask=exists, other=0), ELEMENT)
                     tl.store(pointer, narrow(param - scale * value, ELEMENT), mask=exists)
             tl.debug_barrier()  # the next rank reads what this one wrote
@@ -156,7 +168,7 @@ def apply_payloads(
     operands: Operands,  # in-out: the parameters
     starts: Tensor,  # i32 (world, pages + 1)
     indices: Tensor,  # i16 (world, k)
-    values: Tensor,  # f32, bf16 or f16 (world, k)
+    values: Tensor,  # f32, bf16 or f16 (world, k); ``signed``: f32 (world, 1)
     lr: Tensor,  # f32 (1,), device scalar
     headers: Tensor | None,  # i32 (world, words), rows may be strided; None: have been read
     status: Tensor,  # in-out: i32 (3,), as for ``headers.read_headers``
@@ -165,20 +177,27 @@ def apply_payloads(
     sums: Tensor | None,  # scratch for 16-bit parameters: f32 (padded,), zeros before and after
     *,
     inverse_world: float,
+    signed: bool = False,
 ) -> None:
-    """``param -= lr * inverse_world * value`` for all entries of all ranks, rank by rank; reads headers on the way."""
+    """``param -= lr * inverse_world * value`` for all entries of all ranks, rank by rank; reads headers on the way.
+
+    ``signed``: as for ``pack_payload``.
+    """
     assert headers is None or found_inf is None, "the verdict is passed on headers that have been read"
-    shares = _SHARES if segments.num_pages <= _FEW_PAGES else 1
+    page = SIGNED_PAGE if signed else PAGE
+    pages = segments.pages_of(page)
+    shares = _SHARES if pages <= _FEW_PAGES else 1
     launch(
-        _apply_payloads_kernel, segments.num_pages * shares, values,
+        _apply_payloads_kernel, pages * shares, values,
         segments.block_table, operands.addresses, segments.numel_table, starts, indices, values, lr, headers,
         found_inf,
         status,
         present,
         sums,
-        inverse_world, values.shape[0], values.shape[1], starts.stride(0), indices.stride(0), values.stride(0),
+        inverse_world, values.shape[0], indices.shape[1], starts.stride(0), indices.stride(0), values.stride(0),
         0 if headers is None else headers.stride(0), len(segments.numels), segments.num_blocks,
-        HAS_HEADERS=headers is not None, HAS_VERDICT=found_inf is not None, ELEMENT=ELEMENT[operands.dtype],
-        WIRE=ELEMENT[values.dtype], FIRST=HEADER_WORDS, BLOCKS_PER_PAGE=BLOCKS_PER_PAGE, PAGE=PAGE,
-        CHUNK=_CHUNK, SHARES=shares, RANKS=triton.next_power_of_2(values.shape[0]), BLOCK=BLOCK, shape="page",
+        HAS_HEADERS=headers is not None, HAS_VERDICT=found_inf is not None, IS_SIGNED=signed,
+        ELEMENT=ELEMENT[operands.dtype], WIRE=ELEMENT[values.dtype], FIRST=HEADER_WORDS, BLOCKS_PER_PAGE=page // BLOCK,
+        PAGE=page, CHUNK=_CHUNK, SHARES=shares, RANKS=triton.next_power_of_2(values.shape[0]), BLOCK=BLOCK,
+        shape="page",
     )  # fmt: skip

@@ -16,6 +16,7 @@ from fusedcomp.kernels.segments import Operands
 FORMAT_VERSION = 1
 # The version word of a payload. Two of different types may have one size, and would be misread without a sign.
 ENCODING = {torch.float32: FORMAT_VERSION, torch.bfloat16: FORMAT_VERSION + 256, torch.float16: FORMAT_VERSION + 512}
+SIGNED = FORMAT_VERSION + 768  # no values, but one magnitude for all, and signs
 NON_FINITE = tl.constexpr(1)  # bits of the flags word
 FAILED = tl.constexpr(2)
 A_RANK_FAILED = tl.constexpr(1)  # bits of the second word of the status

@@ -15,10 +15,10 @@ from torch import Tensor
 from fusedcomp.kernels._launch import ELEMENT, launch
 from fusedcomp.kernels.digits import COPIES, DIGIT_BINS, pick, pick_among, take_histogram
 from fusedcomp.kernels.elements import half_offset, load_state, narrow, narrow_clamped, store_state, widen
-from fusedcomp.kernels.headers import ENCODING, HEADER_WORDS, fill_header
+from fusedcomp.kernels.headers import ENCODING, HEADER_WORDS, SIGNED, fill_header
 from fusedcomp.kernels.keys import INFINITE, magnitude_bits, selection_key
 from fusedcomp.kernels.order import last_arrival, offset_before, start_order
-from fusedcomp.kernels.segments import BLOCK, PAGE, WORDS, Operands, Segments
+from fusedcomp.kernels.segments import BLOCK, PAGE, SIGNED_PAGE, WORDS, Operands, Segments
 
 _LIST = 8  # blocks whose candidates a program lists
 PACK = 512  # candidates a program looks at
@@ -186,7 +186,7 @@ def _select_candidates_kernel(
 def _winning(
     keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, end, PER_TENSOR: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Index and verdict of the candidates ``at``."""
+    """Index, key and verdict of the candidates ``at``."""
     mask = at < end
     key = tl.load(keys_ptr + at, mask=mask, other=-1)
     index = tl.load(indices_ptr + at, mask=mask, other=0)
@@ -196,7 +196,7 @@ def _winning(
         won = mask & (key >= threshold)
     else:
         won = mask & (key >= tl.load(threshold_ptr))
-    return index, won
+    return index, key, won
 
 
 @triton.jit(do_not_specialize=["programs"])  # for 1 and a loop that never runs triton 3.6 fails
@@ -207,8 +207,8 @@ def _pack_payload_kernel(
     starts_ptr, out_indices_ptr, values_ptr, header_ptr,  # out
     capacity, num_blocks, programs, pages, num_values, num_segments, words, half_numel,
     PER_TENSOR: tl.constexpr, MASK_VELOCITY: tl.constexpr, HAS_PARITY: tl.constexpr, HALF: tl.constexpr,
-    WIRE: tl.constexpr, VERSION: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr, LOOK_BACK: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    IS_SIGNED: tl.constexpr, WIRE: tl.constexpr, VERSION: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr,
+    LOOK_BACK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, number = start_order(shared_ptr, programs)
     candidates = tl.minimum(tl.load(offsets_ptr + num_blocks), capacity)
@@ -216,7 +216,10 @@ def _pack_payload_kernel(
     if first >= tl.maximum(candidates, 1):
         return  # the capacity is some times what there usually is
     at = first + tl.arange(0, CHUNK)
-    index, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, candidates, PER_TENSOR, BLOCK)
+    index, key, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, candidates, PER_TENSOR, BLOCK)
+    if IS_SIGNED:  # what is sent is at least half of what it is sent as, so that the difference is exact
+        scale = tl.load(values_ptr)
+        won = won & ((key >> 32) >= magnitude_bits(0.5 * scale))
     count = tl.sum(won.to(tl.int32))
     before = offset_before(shared_ptr, programs, program, count, number, LOOK_BACK).to(tl.int32)
     slot = before + tl.cumsum(won.to(tl.int32)) - won.to(tl.int32)  # winners before this candidate
@@ -229,12 +232,18 @@ def _pack_payload_kernel(
 
     residual_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
     value = load_state(residual_ptr + index, won, HALF)
-    sent = narrow_clamped(value, WIRE)
-    tl.store(out_indices_ptr + slot, (index % PAGE).to(tl.int16), mask=won)
-    tl.store(values_ptr + slot, sent, mask=won)
+    inside = index % PAGE
     kept = tl.zeros((CHUNK,), tl.float32)
-    if not (HALF or WIRE.is_fp32()):  # what is not finite has gone whole
-        kept = tl.where(magnitude_bits(value) < INFINITE, value - widen(sent, WIRE), 0.0)
+    if IS_SIGNED:
+        inside = tl.where(value < 0.0, inside + PAGE, inside)
+        kept = value - tl.where(value < 0.0, -scale, scale)
+    else:
+        sent = narrow_clamped(value, WIRE)
+        tl.store(values_ptr + slot, sent, mask=won)
+        if not (HALF or WIRE.is_fp32()):
+            kept = value - widen(sent, WIRE)
+    tl.store(out_indices_ptr + slot, inside.to(tl.int16), mask=won)
+    kept = tl.where(magnitude_bits(value) < INFINITE, kept, 0.0)  # what is not finite has gone whole
     store_state(residual_ptr + index, kept, won, HALF)
     if MASK_VELOCITY:
         velocity_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
@@ -249,7 +258,8 @@ def _pack_payload_kernel(
         for tail in range(total, num_values, CHUNK):
             unused = tail + tl.arange(0, CHUNK)
             tl.store(out_indices_ptr + unused, tl.zeros((CHUNK,), tl.int16), mask=unused < num_values)
-            tl.store(values_ptr + unused, narrow(tl.zeros((CHUNK,), tl.float32), WIRE), mask=unused < num_values)
+            if not IS_SIGNED:
+                tl.store(values_ptr + unused, narrow(tl.zeros((CHUNK,), tl.float32), WIRE), mask=unused < num_values)
         fill_header(
             address_ptr, flag_ptr, seed_ptr, header_ptr, tl.load(offsets_ptr + num_blocks), num_values, num_segments,
             words, VERSION, FIRST,
@@ -337,23 +347,30 @@ def pack_payload(
     shared: Tensor,  # scratch: i64 (1 + 2 ceil(capacity / PACK),), zeros at first
     starts: Tensor,  # out: i32 (pages + 1,): first value of every page, and their number
     out_indices: Tensor,  # out: i16 (k,): index inside the page, as unsigned 16 bits
-    values: Tensor,  # out: f32, bf16 or f16 (k,); zeros past the last
+    values: Tensor,  # out: f32, bf16 or f16 (k,); zeros past the last. ``signed``: in, f32 (1,): the scale
     header: Tensor,  # out: i32 (HEADER_WORDS + ceil(segments / 32),)
+    *,
+    signed: bool = False,
 ) -> None:
     """Move candidates with key >= threshold to the payload, in index order; zero residual and velocity there.
 
     Values of 16 bits are rounded to nearest, finite ones to a finite one; what that loses stays in the residual.
+
+    ``signed``: all are sent as the scale with their sign, which is bit 15 of the index, and pages are ``SIGNED_PAGE``.
+    What differs from the scale stays. Nothing below half of it is sent, states have 32 bits.
     """
-    programs = -(-keys.numel() // PACK)
+    assert not (signed and residual.itemsize == 2), "what stays would be rounded"
+    programs, page = -(-keys.numel() // PACK), SIGNED_PAGE if signed else PAGE
     launch(
         _pack_payload_kernel, programs, keys,
         keys, indices, segments.block_table, offsets, thresholds, operands.addresses, parity,
         velocity, residual, flag, seed,
         shared,
         starts, out_indices, values, header,
-        keys.numel(), segments.num_blocks, programs, segments.num_pages, values.numel(), len(segments.numels),
+        keys.numel(), segments.num_blocks, programs, segments.pages_of(page), out_indices.numel(), len(segments.numels),
         header.numel() - HEADER_WORDS, segments.padded_numel,
         PER_TENSOR=segments.per_tensor, MASK_VELOCITY=velocity is not None, HAS_PARITY=parity is not None,
-        HALF=residual.itemsize == 2, WIRE=ELEMENT[values.dtype], VERSION=ENCODING[values.dtype], FIRST=HEADER_WORDS,
-        PAGE=PAGE, LOOK_BACK=_LOOK_BACK, CHUNK=PACK, BLOCK=BLOCK, shape="page",
+        HALF=residual.itemsize == 2, IS_SIGNED=signed, WIRE=ELEMENT[values.dtype],
+        VERSION=SIGNED if signed else ENCODING[values.dtype], FIRST=HEADER_WORDS, PAGE=page, LOOK_BACK=_LOOK_BACK,
+        CHUNK=PACK, BLOCK=BLOCK, shape="page",
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A bucket is a list of parameters. Each is a *segment*: its elements in memory order, padded to whole blocks of
 ``BLOCK`` elements, so that no block straddles two parameters. ``PAGE`` elements of that padded space share one start
-offset on the wire, which leaves 16 bits for the index inside a page.
+offset on the wire, which leaves 16 bits for the index inside a page; of ``SIGNED_PAGE`` 15, and one for a sign.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 BLOCK = 2048
 PAGE = 65536
 BLOCKS_PER_PAGE = PAGE // BLOCK
+SIGNED_PAGE = PAGE // 2
 WORDS = BLOCK // 32  # of a block where an element is a bit
 _BLOCKS_PER_PART = 128  # some 800 candidates at density 0.001: what one program of the selection looks at
 
@@ -86,7 +87,11 @@ class Segments:
     @property
     def num_pages(self) -> int:
         """Pages of the padded space, the last one perhaps in part."""
-        return -(-self.num_blocks // BLOCKS_PER_PAGE)
+        return self.pages_of(PAGE)
+
+    def pages_of(self, page: int) -> int:
+        """The same for pages of another size, whole blocks."""
+        return -(-self.num_blocks // (page // BLOCK))
 
     @property
     def scope_numels(self) -> tuple[int, ...]:

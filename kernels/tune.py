@@ -1,13 +1,18 @@
 """How many entries a step sends: as many as buy the most descent for what the message costs.
 
     rate(T) = descent(T) / cost(T)
-    descent(T) = sum of the T largest squares
+    descent(T) = sum of the T largest squares                   sent as they are
+                 (sum of the T largest magnitudes)^2 / T        sent as their mean, the scale, with their signs
     cost(T) = each * ceil((T + lead) / whole) + fixed           whole: entries of a packet, 1 without packets
 
 The pass counts magnitudes by their leading bits, ``STEPS`` bins an octave; one program that looks at the counts finds
 the best T. A square counts as the product of its bin's edges, at most a factor 1 + 1 / STEPS from what it is, and so
-does every sum of them: the rate found is at least 1 / (1 + 1 / STEPS)^2 of the best. Inside a bin, where ``descent`` is
-a line, the rate has no maximum but at its ends, with packets at the first and the last that are full.
+does every sum of them: the rate found is at least 1 / (1 + 1 / STEPS)^2 of the best. A magnitude counts as the middle
+of its bin, whose edges are a factor 1 + 1 / STEPS apart: squares of sums are as good.
+
+Inside a bin, where ``descent`` is a line, or convex, the rate has no maximum but at its ends, with packets at the first
+and the last that are full. A line rises; what is convex may fall, so that the end of a bin that fills no packet counts
+too.
 
 Sums are integers, of which the order does not matter: a step that is taken again finds the same T.
 """
@@ -40,20 +45,41 @@ def count_magnitudes(counter_ptr, block, values, COUNTERS: tl.constexpr, MAGNITU
 
 
 @triton.jit
-def _rate(entries, exists, begin, above, square, each, fixed, whole, lead):
-    """Of sending so many entries, of which those past ``begin`` are of one square; -1 where there are none such."""
-    descent = above + (entries - begin) * square
+def _better(best, wanted, entries, exists, begin, above, one, each, fixed, whole, lead, HAS_SCALE: tl.constexpr):
+    """The best rate and its number of entries, the least of equals: of ``best``, and of sending ``entries``, of which
+    those past ``begin`` weigh the same. One kind of numbers after another: all rates at once are too many registers.
+    """
+    descent = (above + (entries - begin) * one).to(tl.float64)
+    if HAS_SCALE:
+        descent = descent * descent / tl.where(exists, entries, 1).to(tl.float64)
     cost = each * ((entries + lead + whole - 1) // whole).to(tl.float64) + fixed
-    return tl.where(exists, descent.to(tl.float64) / tl.where(exists, cost, 1.0), -1.0)
+    rate = tl.where(exists, descent / tl.where(exists, cost, 1.0), -1.0)
+    highest = tl.max(rate)
+    least = tl.min(tl.where(rate == highest, entries, 0x7FFFFFFFFFFFFFFF))
+    least = tl.where(highest == best, tl.minimum(least, wanted), least)
+    return tl.maximum(highest, best), tl.where(highest >= best, least, wanted)
+
+
+@triton.jit
+def _scale_of(sent, total, edge, top, precision):
+    """The mean of so many magnitudes, as near as 5 bits come; at most twice ``edge``, the least of them.
+
+    ``total``: their sum in units of 2^-precision / 16 of the octave ``top``. Of what is not finite: infinity.
+    """
+    mean = (total.to(tl.float64) / sent.to(tl.float64)).to(tl.int64, bitcast=True)
+    mean = ((mean + (1 << 47)) >> 48) << 48  # a float64 has 52 bits behind the first
+    unit = (top - 131 - precision + 1023).to(tl.int64) << 52
+    scale = (mean.to(tl.float64, bitcast=True) * unit.to(tl.float64, bitcast=True)).to(tl.float32)
+    return tl.where(top < 255, tl.minimum(scale, 2.0 * edge), float("inf"))
 
 
 @triton.jit(do_not_specialize=["room", "precision"])
 def _choose_entries_kernel(
     cost_ptr, shape_ptr,  # in
     counter_ptr,  # scratch
-    rank_ptr, wanted_ptr,  # out
+    rank_ptr, wanted_ptr, scale_ptr,  # out
     room, precision,
-    COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr,
+    HAS_SCALE: tl.constexpr, COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr,
 ):  # fmt: skip
     count = tl.zeros((MAGNITUDES,), tl.int32)
     for copy in range(COUNTERS):
@@ -61,26 +87,39 @@ def _choose_entries_kernel(
     count = count.to(tl.uint32, bitcast=True).to(tl.int64)  # a bucket may have 2^32 elements
     digit = tl.arange(0, MAGNITUDES)
     octave = digit // STEPS
-    below = tl.max(tl.where(count > 0, octave, 0)) - octave  # octaves below the largest
+    top = tl.max(tl.where(count > 0, octave, 0))
+    below = top - octave
     place = STEPS + digit % STEPS
-    square = ((place * (place + 1)).to(tl.int64) << precision) >> tl.minimum(tl.maximum(2 * below, 0), 63)
+    if HAS_SCALE:
+        one = ((2 * place + 1).to(tl.int64) << precision) >> tl.minimum(tl.maximum(below, 0), 63)
+    else:
+        one = ((place * (place + 1)).to(tl.int64) << precision) >> tl.minimum(tl.maximum(2 * below, 0), 63)
     end = tl.cumsum(count, reverse=True)
     begin = end - count
-    above = tl.cumsum(count * square, reverse=True) - count * square
+    above = tl.cumsum(count * one, reverse=True) - count * one
 
     each, fixed = tl.load(cost_ptr), tl.load(cost_ptr + 1)
     whole, lead = tl.load(shape_ptr), tl.load(shape_ptr + 1)
     first = ((begin + lead) // whole + 1) * whole - lead  # entries that fill packets, more than ``begin``
     last = (end + lead) // whole * whole - lead
-    at_first = _rate(first, first <= end, begin, above, square, each, fixed, whole, lead)
-    at_last = _rate(last, last > begin, begin, above, square, each, fixed, whole, lead)
-    total = tl.max(end)  # the last packet may be in part
-    at_end = _rate(end, (end > begin) & (end == total), begin, above, square, each, fixed, whole, lead)
-    best = tl.maximum(tl.max(tl.maximum(tl.maximum(at_first, at_last), at_end)), 0.0)  # if there is none, no T has it
-    wanted = tl.min(tl.where(at_first == best, first, total))
-    wanted = tl.minimum(wanted, tl.min(tl.where(at_last == best, last, total)))
+    total = tl.max(end)
+    best, wanted = tl.full((), 0.0, tl.float64), total  # rates of what there is are positive
+    best, wanted = _better(
+        best, wanted, first, first <= end, begin, above, one, each, fixed, whole, lead, HAS_SCALE
+    )  # fmt: skip
+    best, wanted = _better(
+        best, wanted, last, last > begin, begin, above, one, each, fixed, whole, lead, HAS_SCALE
+    )  # fmt: skip
+    at_end = (end > begin) & (HAS_SCALE | (end == total))
+    _, wanted = _better(best, wanted, end, at_end, begin, above, one, each, fixed, whole, lead, HAS_SCALE)
+    sent = tl.maximum(tl.minimum(wanted, room), 1)
     tl.store(wanted_ptr, wanted.to(tl.int32))
-    tl.store(rank_ptr, tl.maximum(tl.minimum(wanted, room), 1))
+    tl.store(rank_ptr, sent)
+    if HAS_SCALE:
+        here = (begin < sent) & (sent <= end)
+        sum_sent = tl.sum(tl.where(here, above + (sent - begin) * one, 0))
+        edge = (tl.sum(tl.where(here, digit, 0)) << _SHIFT).to(tl.float32, bitcast=True)
+        tl.store(scale_ptr, _scale_of(sent, sum_sent, edge, top, precision))
 
 
 def choose_entries(
@@ -89,6 +128,7 @@ def choose_entries(
     counters: Tensor,  # scratch: i32 (COUNTERS, MAGNITUDES): of the pass; zeros after
     ranks: Tensor,  # out: i64 (1,): entries to send, 1 to ``room``
     wanted: Tensor,  # out: i32 (1,): as many as would be best
+    scale: Tensor | None = None,  # out: f32 (1,): what they are sent as, 5 bits. None: as they are
     *,
     room: int,
     numel: int,
@@ -98,7 +138,7 @@ def choose_entries(
         _choose_entries_kernel, 1, counters,
         costs, shape,
         counters,
-        ranks, wanted,
+        ranks, wanted, scale,
         room, max(0, SUM_BITS - numel.bit_length()),
-        COUNTERS=COUNTERS, MAGNITUDES=MAGNITUDES, shape="stretch",
+        HAS_SCALE=scale is not None, COUNTERS=COUNTERS, MAGNITUDES=MAGNITUDES, shape="stretch",
     )  # fmt: skip

@@ -72,6 +72,7 @@ UNWEIGHTED = {"weights": None}
 COUNTED = [ALL, LEAST, *(guard | UNWEIGHTED | {"counters": None} for guard in GUARDS[1:])]
 HALF = [{"half_states": True}, {}]
 ELEMENTS = [{"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+SIGNED = {"signed": True}
 WIRE = [{"wire": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 # Types are a matter of loads and stores, whatever is done in between: each with all choices, and with the least.
 TYPES = [half | element for element in ELEMENTS for half in HALF]
@@ -101,11 +102,11 @@ CASES: dict[str, tuple[list[Overrides], ...]] = {
     "compress_all": (MEMORY, DECAY, [*GUARDS[:3], LEAST], TYPES),
     "compress_blocks": (MEMORY, BLOCKS, [ALL, LEAST | {"weight_decay": 0.0}], TYPES),
     "settle": (MEMORY, DECAY, [ALL, LEAST], TYPES),
-    "choose_entries": (),
+    "choose_entries": (without("scale"),),
     "list_candidates": (),
     "select_candidates": (without("weights"), without("parity"), HALF),
-    "pack_payload": (SCOPE, without("velocity"), HALF, WIRE),
-    "apply_payloads": (VERDICT, WIRE, ELEMENTS),
+    "pack_payload": (SCOPE, without("velocity"), [HALF[0], SIGNED, HALF[1]], WIRE),
+    "apply_payloads": (VERDICT, [SIGNED, *WIRE], ELEMENTS),
     "pack_dense": (without("scales"), ELEMENTS),
     "decay_params": ([{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "buffer": None}],),
     "take_drawn": (without("velocity"), without("parity"), [{"unbiased": True}, {"unbiased": False}], HALF),
@@ -222,6 +223,7 @@ def arguments(
         "costs": torch.empty(2, dtype=torch.float64),
         "shape": i64(2),
         "wanted": i32(1),
+        "scale": torch.empty(1),
         "room": sizes.k,
         "numel": segments.numel,
         "shared": i64(1 + 2 * blocks),
@@ -258,6 +260,7 @@ def arguments(
         "max_norm": 1.0,
         "per_tensor": per_tensor,
         "entries": sizes.k,
+        "signed": False,
     }
 
 

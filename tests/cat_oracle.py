@@ -38,14 +38,14 @@ PACKETS = st.tuples(st.floats(1.0, 1e3), st.floats(0.0, 1e4), st.integers(1, 400
 )
 
 
-def chosen(values: Tensor, terms: Terms, room: int = 1 << 30) -> int:
-    """The number of entries that the twins find."""
+def chosen(values: Tensor, terms: Terms, room: int = 1 << 30, scale: Tensor | None = None) -> int:
+    """The number of entries that the twins find; ``scale``: out, where they are sent as that."""
     counters = torch.zeros(COUNTERS, MAGNITUDES, dtype=torch.int32)
     tally_magnitudes(counters, nn.functional.pad(values, (0, -len(values) % BLOCK)))
     ranks, wanted = torch.tensor([-7]), torch.tensor([-7], dtype=torch.int32)
     costs = torch.tensor([terms.each, terms.fixed], dtype=torch.float64)
     shape = torch.tensor([terms.whole, terms.lead])
-    choose_entries(costs, shape, counters, ranks, wanted, room=room, numel=len(values))
+    choose_entries(costs, shape, counters, ranks, wanted, scale, room=room, numel=len(values))
     assert not counters.any()
     assert int(ranks) == min(max(int(wanted), 1), room)
     return int(wanted)
@@ -59,3 +59,9 @@ def alphas(values: Tensor) -> np.ndarray:
     """alpha(1), alpha(2), ... in float64, by sorting."""
     squares = np.sort(values.double().numpy() ** 2)[::-1].cumsum()
     return squares / squares[-1]
+
+
+def betas(values: Tensor) -> np.ndarray:
+    """The same of what is sent as its mean."""
+    magnitudes = np.sort(np.abs(values.double().numpy()))[::-1]
+    return magnitudes.cumsum() ** 2 / np.arange(1, len(values) + 1) / (magnitudes**2).sum()

@@ -22,6 +22,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"compressor": BlockTopK(0.05), "momentum": 0.9, "weight_decay": 1e-2},
     {"compressor": Threshold(0.2), "momentum": 0.9, "memory": Residual()},
     {"compressor": CAT(AffineCost(fixed=30.0)), "momentum": 0.9},
+    {"compressor": CAT(AffineCost(fixed=30.0), variant="sparse_quantized"), "momentum": 0.9},
     {"compressor": Identity(), "momentum": 0.9, "weight_decay": 1e-2},
     {"cls": LARS, "compressor": TopK(0.05), "momentum": 0.9},
     {"cls": LARS, "momentum": 0.9},

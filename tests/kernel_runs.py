@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fusedcomp.kernels.sample import SAMPLES
+from fusedcomp.kernels.segments import SIGNED_PAGE
 from kernel_cases import POISON, Case, scratch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,9 +96,13 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     scales = case.scales if options.pop("with_scales", False) else None
     weights = case.weights if options.pop("with_weights", False) else None
     masking, wire = options.pop("masking", True), options.pop("wire", torch.float32)
+    scale = options.pop("scale", None)  # of signs
     ks = [max(1, round(n * fraction)) for n in segments.scope_numels]
     capacity, ranks = options.pop("capacity", segments.numel), i64(*ks)
     out = scratch(case, capacity, sum(ks), wire)
+    if scale is not None:
+        out["values"] = torch.tensor([scale], device=DEVICE)
+        out["starts"] = out["starts"].new_full((segments.pages_of(SIGNED_PAGE) + 1,), -7)
     shared = out["histograms"], out["tickets"]
     samples, groups, in_scope = sample_table(case)
     sample_ranks = i64(*[min(n, max(1, round(2 * fraction * n) + 3)) for n in in_scope])
@@ -127,7 +132,7 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     modules["refine"].pack_payload(
         segments, operands, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
         residual, out["flag"], case.seed, parity, out["packed"],
-        out["starts"], out["out_indices"], out["values"], out["header"],
+        out["starts"], out["out_indices"], out["values"], out["header"], signed=scale is not None,
     )  # fmt: skip
     for name in ("scanned", "packed"):  # left behind by the kernels alone
         del out[name]

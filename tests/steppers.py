@@ -34,6 +34,6 @@ def sent_by(exchange: GatheredExchange) -> torch.Tensor:
     segments = Segments.build([len(dense)], dense.device)
     apply_payloads(
         segments, operands, payload.starts, payload.indices, payload.values, torch.tensor([-1.0]), None,
-        exchange.status, None, exchange.present, None, inverse_world=1.0,
+        exchange.status, None, exchange.present, None, inverse_world=1.0, signed=exchange.buffers.layout.signed,
     )  # fmt: skip
     return dense

@@ -48,6 +48,9 @@ OPTIMIZERS = {
         p, lr=0.01, momentum=0.9, compressor=fusedcomp.Threshold.from_density(0.01), memory=fusedcomp.Residual()
     ),
     "cat": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=fusedcomp.CAT(fusedcomp.PacketCost())),
+    "cat_quantized": lambda p: fusedcomp.SGD(
+        p, lr=0.01, momentum=0.9, compressor=fusedcomp.CAT(fusedcomp.PacketCost(), variant="sparse_quantized")
+    ),
     "clipped": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5),
 }
 

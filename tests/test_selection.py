@@ -24,10 +24,10 @@ def watch(exchange: SparseExchange, records: list[tuple[int, int, int, bool]]) -
     """Note for every step: k, entries sent, candidates, and whether what was sent are torch.topk's k largest."""
     refine, pack = exchange.ops.refine, exchange.ops.refine.pack_payload
 
-    def pack_and_compare(*args):
+    def pack_and_compare(*args, **how):
         segments, offsets, residual, (starts, out, values) = args[0], args[4], args[7], args[-4:-1]
         before = residual.clone()
-        pack(*args)
+        pack(*args, **how)
         count = int(starts[-1])
         page = torch.arange(segments.num_pages).repeat_interleave((starts[1:] - starts[:-1]).long())
         index = page * 65536 + (out[:count].long() & 0xFFFF)

@@ -19,24 +19,51 @@ def tally_magnitudes(counters: Tensor, values: Tensor) -> None:
 
 
 def choose_entries(
-    costs: Tensor, shape: Tensor, counters: Tensor, ranks: Tensor, wanted: Tensor, *, room: int, numel: int
+    costs: Tensor,
+    shape: Tensor,
+    counters: Tensor,
+    ranks: Tensor,
+    wanted: Tensor,
+    scale: Tensor | None = None,
+    *,
+    room: int,
+    numel: int,
 ) -> None:
     count = counters.sum(0)
     counters.zero_()
     digit = torch.arange(MAGNITUDES, device=count.device)
     octave, place = digit // _STEPS, _STEPS + digit % _STEPS
-    below = (octave * (count > 0)).max() - octave
-    square = (place * (place + 1) << max(0, SUM_BITS - numel.bit_length())) >> (2 * below).clamp(0, 63)
+    top, precision = (octave * (count > 0)).max(), max(0, SUM_BITS - numel.bit_length())
+    below = (top - octave).clamp(min=0)
+    if scale is None:
+        one = (place * (place + 1) << precision) >> (2 * below).clamp(max=63)
+    else:
+        one = (2 * place + 1 << precision) >> below.clamp(max=63)
     end = count.flip(0).cumsum(0).flip(0)
     begin = end - count
-    above = (count * square).flip(0).cumsum(0).flip(0) - count * square
+    above = (count * one).flip(0).cumsum(0).flip(0) - count * one
     (each, fixed), (whole, lead) = costs, shape
     first = ((begin + lead) // whole + 1) * whole - lead
     last = (end + lead) // whole * whole - lead
     entries = torch.cat([first, last, end])
-    exists = torch.cat([first <= end, last > begin, (end > begin) & (end == end[0])])
-    begin, above, square = begin.repeat(3), above.repeat(3), square.repeat(3)
+    exists = torch.cat([first <= end, last > begin, (end > begin) & ((end == end[0]) | (scale is not None))])
+    descent = (above.repeat(3) + (entries - begin.repeat(3)) * one.repeat(3)).double()
+    if scale is not None:
+        descent = descent * descent / entries.clamp(min=1)
     cost = each * ((entries + lead + whole - 1) // whole).double() + fixed
-    rate = torch.where(exists, (above + (entries - begin) * square).double() / cost, -1.0)
+    rate = torch.where(exists, descent / cost, -1.0)
     wanted[0] = torch.where(exists & (rate == rate.max()), entries, end[0]).min()
-    ranks[0] = wanted[0].clamp(1, room)
+    ranks[0] = sent = wanted[0].long().clamp(1, room)
+    if scale is not None:
+        here = (begin < sent) & (sent <= end)
+        mean = ((above + (sent - begin) * one) * here).sum().double() / sent
+        edge = ((digit * here).sum() << _SHIFT).int().view(torch.float32)
+        scale[0] = _scale(mean * 2.0 ** -(precision + 4), edge, int(top))
+
+
+def _scale(mean: Tensor, edge: Tensor, top: int) -> Tensor:
+    """Of a mean in units of the octave ``top``, with 5 bits."""
+    fraction, exponent = torch.frexp(mean)
+    fraction = (32.0 * fraction + 0.5).floor() / 32.0
+    scale = torch.ldexp(fraction, exponent + (top - 127)).float()
+    return torch.minimum(scale, 2.0 * edge) if top < 255 else torch.full_like(edge, float("inf"))
