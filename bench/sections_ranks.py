@@ -164,6 +164,7 @@ METHODS = {
     "cat_fixed": "SGD + CAT(AffineCost(fixed=40000)), momentum behind",
     "cat_packets": "SGD + CAT(PacketCost()), momentum behind",
     "cat_quantized": "SGD + CAT(AffineCost(fixed=40000)), signs, momentum behind",
+    "cat_stochastic": "SGD + CAT(AffineCost()), drawn, momentum behind",
     "random0.05": "SGD + RandomK(0.05)",
     "random0.25_unbiased": "SGD + RandomK(0.25), unbiased",
     "jointspar0.7": "dense SGD, JointSpar at 0.7",

@@ -43,6 +43,7 @@ METHODS = (
         CAT(AffineCost(fixed=40_000), variant="sparse_quantized"),
         memory=Residual(),
     ),
+    train.Method("cat_stochastic", "SGD + CAT(AffineCost()), drawn", 0.05, CAT(AffineCost(), variant="stochastic")),
     train.Method("random0.05", "SGD + RandomK(0.05)", 0.1, RandomK(density=0.05)),
     train.Method(
         "random0.25_unbiased", "SGD + RandomK(0.25), unbiased", 0.05, RandomK(density=0.25), memory=NoMemory()

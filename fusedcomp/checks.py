@@ -87,6 +87,11 @@ def memory_goes_with(name: str, compressor: Any, memory: Any, states: torch.dtyp
         )
     if not isinstance(memory, (MomentumCorrection, Residual, NoMemory)):
         raise TypeError(f"{name}: memory must be MomentumCorrection(), Residual() or NoMemory(), got {memory!r}")
+    if getattr(compressor, "variant", None) == "stochastic" and not isinstance(memory, NoMemory):
+        raise ValueError(
+            f"{name}: variant='stochastic' needs memory=NoMemory(), its default: what is sent is the gradient on "
+            f"average, and what differs is no error to make up for, got {memory!r}"
+        )
     collective = getattr(compressor, "collective", "gather")
     if collective != "gather":
         _takes_back(f"{name}: collective={collective!r}", memory, states)

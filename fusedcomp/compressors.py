@@ -208,7 +208,9 @@ class CAT:
         wire_dtype: as of ``TopK``; of ``"sparse"`` alone.
         variant: how T entries are sent. ``"sparse"``: the largest, as they are; 6 bytes an entry.
             ``"sparse_quantized"``: the largest, all as their mean magnitude with their signs; 2 bytes an entry. What
-            an entry differs from that stays in the residual. Needs states of fp32.
+            an entry differs from that stays in the residual. Needs states of fp32. ``"stochastic"``: T that are
+            drawn, larger ones more likely, each as what it stands for, so that what is sent is the gradient on average;
+            6 bytes an entry. Needs ``NoMemory()``, which is then the default.
 
     Raises:
         TypeError: ``cost`` is none.
@@ -231,12 +233,12 @@ class CAT:
                 f"PacketCost(...), got objective={self.objective!r} with {self.cost!r}"
             )
         _check_wire("CAT", self.wire_dtype)
-        if self.variant not in ("sparse", "sparse_quantized"):
-            raise ValueError(f"CAT: variant must be 'sparse' or 'sparse_quantized', got {self.variant!r}")
+        if self.variant not in ("sparse", "sparse_quantized", "stochastic"):
+            raise ValueError(f"CAT: variant must be 'sparse', 'sparse_quantized' or 'stochastic', got {self.variant!r}")
         if self.variant != "sparse" and self.wire_dtype != torch.float32:
             raise ValueError(
-                f"CAT: wire_dtype is of variant='sparse' alone, got {self.wire_dtype!r} with variant={self.variant!r}, "
-                "which sends no values of its own"
+                f"CAT: wire_dtype is of variant='sparse' alone, got {self.wire_dtype!r} with variant={self.variant!r}: "
+                "of signs there are no values, and what is drawn would no longer be the gradient on average"
             )
 
 

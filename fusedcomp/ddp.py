@@ -34,7 +34,7 @@ from fusedcomp.ddp_parts import Entry, MomentumWatch, Part, named
 from fusedcomp.exchange import Clip, Hyper, Shared, Verdict
 from fusedcomp.exchanges import Exchanges, Plan, status_on
 from fusedcomp.levels import resolve
-from fusedcomp.memories import Memory, MomentumCorrection, Residual
+from fusedcomp.memories import Memory, default_memory
 from fusedcomp.ranking import Ranking
 from fusedcomp.values import plain
 
@@ -97,7 +97,7 @@ class CompressionState:
             checks.flag("CompressionState: nesterov", nesterov)
             checks.momenta("CompressionState", momentum, nesterov)
             self.momentum, self.nesterov = plain(momentum), nesterov
-            self.memory = memory or (MomentumCorrection() if momentum > 0 else Residual())
+            self.memory = memory or default_memory(compressor, momentum)
             self.compressor, self.state_dtype, self.grad_scaler = compressor, state_dtype, grad_scaler
             checks.hook(vars(self), max_grad_norm, clip_scope, skip_nonfinite)
             if self._levels is not None:

@@ -6,6 +6,7 @@ NoMemory            what is not sent is lost
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from fusedcomp.values import is_flag, plain
 
@@ -43,6 +44,13 @@ class NoMemory:
 
 
 Memory = MomentumCorrection | Residual | NoMemory
+
+
+def default_memory(compressor: Any, momentum: float) -> Memory:
+    """What is kept where nothing is said of it."""
+    if getattr(compressor, "variant", None) == "stochastic":
+        return NoMemory()
+    return MomentumCorrection() if momentum > 0 else Residual()
 
 
 def accumulation(memory: Memory, nesterov: bool) -> str:

@@ -22,7 +22,7 @@ from fusedcomp.compressors import SPARSIFIERS, Identity
 from fusedcomp.exchange import Exchange, Hyper, Shared, Verdict
 from fusedcomp.exchanges import Exchanges, Plan, status_on
 from fusedcomp.levels import resolve
-from fusedcomp.memories import MomentumCorrection, Residual
+from fusedcomp.memories import default_memory
 from fusedcomp.overlap import Backward, Sampler
 from fusedcomp.settings import Settings
 from fusedcomp.values import plain
@@ -93,7 +93,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if group["compressor"] is None:
             group["compressor"] = Identity()
         if group["memory"] is None:
-            group["memory"] = MomentumCorrection() if group["momentum"] > 0 else Residual()
+            group["memory"] = default_memory(group["compressor"], group["momentum"])
 
     def _agree_and_broadcast(self, groups: Sequence[dict[str, Any]]) -> torch.device | None:
         """The device of the parameters, where there are any."""

@@ -89,24 +89,29 @@ def of_share(compressor: TopK, whole: Selection, scope_numels: Sequence[int], ac
     return whole._replace(ks=tuple(k if there else 1 for k, there in zip(whole.ks, active, strict=True)))
 
 
-def _from_samples(k: int, numel: int, samples: int, deviations: float) -> tuple[int, int, int, int]:
-    """k, sample rank, aim and capacity of one scope."""
-    rank = k
-    if samples < numel:
+def _from_samples(
+    k: int, numel: int, samples: int, deviations: float, drawn: bool = False
+) -> tuple[int, int, int, int]:
+    """k, sample rank, aim and capacity of one scope. ``drawn``: samples are ranked by other draws than entries.
+
+    Then chance is in the entries' number above a threshold too: by samples / numel as much as in the samples'.
+    """
+    rank, varying = k, 1.0 + samples / numel if drawn else 1.0
+    if samples < numel or drawn:
         expected = k * samples / numel
-        margin = deviations * (math.sqrt(expected) + 1.0)
+        margin = deviations * (math.sqrt(varying * expected) + 1.0)
         rank = min(samples, max(1, math.ceil(expected + margin)))
     through = rank + rank // LENIENCE
-    most = (through + _DEVIATIONS * (math.sqrt(through) + 1.0)) * numel / samples
+    most = (through + _DEVIATIONS * (math.sqrt(varying * through) + 1.0)) * numel / samples
     return k, rank, max(1, round(k * samples / numel)), min(numel, math.ceil(most))
 
 
 def sampled_room(compressor: CAT, numel: int) -> Callable[[int], Selection]:
     """The selection with room for so many entries, of which the device says how many are sent."""
-    samples = num_samples(compressor, numel)
+    samples, drawn = num_samples(compressor, numel), compressor.variant == "stochastic"
 
     def with_room(entries: int) -> Selection:
-        k, rank, aim, capacity = _from_samples(entries, numel, samples, _DEVIATIONS)
+        k, rank, aim, capacity = _from_samples(entries, numel, samples, _DEVIATIONS, drawn)
         return Selection((k,), (rank,), (aim,), capacity)
 
     return with_room

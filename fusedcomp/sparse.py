@@ -94,6 +94,7 @@ class SparseExchange(GatheredExchange):
         self.cut_to: tuple[int, ...] = ()  # entries of every scope that ``buffers`` have room for
         self.active: list[int] | None = None  # elements of every scope that may have a gradient; None: all
         self._staging = Staging((3, scopes), torch.int64, device)
+        self.drawn = False  # are weights drawn?
 
     @property
     def limit(self) -> int:
@@ -172,15 +173,20 @@ class SparseExchange(GatheredExchange):
             return
         self.ops.sample.sample_threshold(
             self.bucket.segments, self.bucket.operands, self.samples, self.sample_groups, self.buffers.sample_ranks,
-            self.buffers.sample_aims, self.velocity, self.residual, self.weights, self.trust, self.scales, self.seed,
-            self.shared.parity, self.sample_keys, self.histograms, self.tickets, self.thresholds, self.widths,
-            **numbers,
+            self.buffers.sample_aims, self.velocity, self.residual, self._sample_weights, self.trust, self.scales,
+            self.seed, self.shared.parity, self.sample_keys, self.histograms, self.tickets, self.thresholds,
+            self.widths, **numbers,
         )  # fmt: skip
         if self._estimates:
             self.ops.sidco.estimate_threshold(
                 self.sample_keys, self.sample_groups, self.buffers.sample_aims, self.logs, self.residual,
                 self.thresholds,
             )  # fmt: skip
+
+    @property
+    def _sample_weights(self) -> Tensor | None:
+        """What samples are ranked by."""
+        return self.weights
 
     @property
     def _estimates(self) -> bool:
@@ -200,6 +206,7 @@ class SparseExchange(GatheredExchange):
             segments, self.bucket.operands, buffers.keys, buffers.indices, self.offsets, self.thresholds,
             self.masked, self.residual, self.flag, self.seed, self.shared.parity, buffers.packed,
             payload.starts[0], payload.indices[0], payload.values[0], payload.header[0], signed=buffers.layout.signed,
+            drawn=self.drawn,
         )  # fmt: skip
 
     def _send_nothing(self) -> None:

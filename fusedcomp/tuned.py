@@ -2,6 +2,9 @@
 
 launch:  [sample -> compress -> tune -> refine] -> payload -> all_gather
 apply:   headers -> parameters, in rank order
+
+Drawn entries are the largest of |gradient| / u, u by chance. Samples have a u of their own: what is sent stays the
+gradient on average if the threshold that they set turns out to be the one that counts.
 """
 
 from typing import Any
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from fusedcomp.compressors import CAT
 from fusedcomp.costs import Message
+from fusedcomp.kernels.keys import DRAW_UNIT
 from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES
 from fusedcomp.rooms import Anew
 from fusedcomp.sizing import sampled_room
@@ -25,6 +29,12 @@ class TunedExchange(SparseExchange):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         segments, device = self.bucket.segments, self.bucket.device
+        self.signed = self.compressor.variant == "sparse_quantized"
+        self.drawn = self.compressor.variant == "stochastic"
+        if self.drawn:  # by this rank, and for its samples
+            self.weights, self.draws_of_samples = (
+                torch.tensor([2 * self.group.rank + who], dtype=torch.int32, device=device) for who in (1, 2)
+            )
         self.sizing = self._adaptive(sampled_room(self.compressor, segments.numel))
         terms = self.compressor.cost.terms(self._message())
         self.costs = torch.tensor([terms.each, terms.fixed], dtype=torch.float64, device=device)
@@ -40,19 +50,30 @@ class TunedExchange(SparseExchange):
         head, entry = self._layout(0).nbytes, 2 if self.signed else 2 + self.compressor.wire_dtype.itemsize
         return Message(head, entry, self.group.world_size, self.bucket.segments.numel / max(self.compressed, 1))
 
+    def _goes_dense(self, k: int) -> bool:
+        return super()._goes_dense(max(k, 2) if self.drawn else k)  # of one drawn entry the key is the threshold
+
     @property
-    def signed(self) -> bool:
-        """Are entries signs of one magnitude?"""
-        return self.compressor.variant == "sparse_quantized"
+    def _sample_weights(self) -> Tensor | None:
+        return self.draws_of_samples if self.drawn else self.weights
 
     def _refine(self) -> None:
-        payload = self.buffers.payload
-        self.ops.tune.choose_entries(
-            self.costs, self.cost_shape, self.counters, self.buffers.ranks, self.wanted,
-            payload.values[0] if self.signed else None, room=self.selection.k, numel=self.bucket.segments.numel,
-        )  # fmt: skip
+        payload, tune = self.buffers.payload, self.ops.tune
+        counted = (self.costs, self.cost_shape, self.counters, self.buffers.ranks, self.wanted)
+        sizes = {"room": self.selection.k, "numel": self.bucket.segments.numel}
+        if self.drawn:
+            tune.choose_draws(*counted, **sizes)
+        else:
+            tune.choose_entries(*counted, payload.values[0] if self.signed else None, **sizes)
         super()._refine()
         payload.header[0, 1:2] = self.wanted
 
     def _asked(self, candidates: Tensor) -> Tensor:
         return self.wanted[0].long()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """As of any; the threshold of drawn entries is what the smaller ones are sent as."""
+        found = super().metrics()
+        if self.drawn:
+            found["threshold"] = found["threshold"] / DRAW_UNIT.value
+        return found

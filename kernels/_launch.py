@@ -66,5 +66,11 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, shape: str = "blo
             _COMPILED[signature] = compiled[(programs, 1, 1)]
 
 
+def weighing(weights: Tensor | None) -> dict[str, Any]:
+    """The constants of ``weighted`` (keys.py): i32 weights say who draws them."""
+    is_drawn = weights is not None and weights.dtype == torch.int32
+    return {"HAS_WEIGHTS": weights is not None and not is_drawn, "IS_DRAWN": is_drawn}
+
+
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

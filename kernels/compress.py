@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedcomp.kernels._launch import ELEMENT, launch
+from fusedcomp.kernels._launch import ELEMENT, launch, weighing
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.blocks import largest_of_block, send_nothing_of, send_of_block, what_stays
 from fusedcomp.kernels.elements import (
@@ -36,7 +36,7 @@ from fusedcomp.kernels.elements import (
     store_block,
     store_state,
 )
-from fusedcomp.kernels.keys import INFINITE, magnitude_bits, reaches
+from fusedcomp.kernels.keys import INFINITE, magnitude_bits, reaches, weighted
 from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments
 from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES, count_magnitudes
 
@@ -79,9 +79,10 @@ def _compress_kernel(
     grad_scale, weight_decay, momentum, num_segments, half_numel,
     ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_DECAY: tl.constexpr, HAS_TRUST: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_PARITY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, HAS_COUNTERS: tl.constexpr, SEND_ALL: tl.constexpr, PER_BLOCK: tl.constexpr,
-    MASK_VELOCITY: tl.constexpr, PER_TENSOR: tl.constexpr, HALF: tl.constexpr, ELEMENT: tl.constexpr,
-    WIRE: tl.constexpr, COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, IS_DRAWN: tl.constexpr, HAS_COUNTERS: tl.constexpr, SEND_ALL: tl.constexpr,
+    PER_BLOCK: tl.constexpr, MASK_VELOCITY: tl.constexpr, PER_TENSOR: tl.constexpr, HALF: tl.constexpr,
+    ELEMENT: tl.constexpr, WIRE: tl.constexpr, COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -156,9 +157,8 @@ def _compress_kernel(
         send_of_block(block, accumulated, chosen, place_ptr, sent_ptr, indices_ptr, WIRE, WORDS, BLOCK)
     elif not SEND_ALL:
         least = tl.load(threshold_ptr + segment * PER_TENSOR)
-        if HAS_WEIGHTS:
-            residual = residual * tl.load(weight_ptr + index)
-        chosen = reaches(residual, index, seed, least, offsets < extent, HALF and not HAS_WEIGHTS)
+        ranked = weighted(residual, weight_ptr, index, seed, None, HAS_WEIGHTS, IS_DRAWN)
+        chosen = reaches(ranked, index, seed, least, offsets < extent, HALF and not (HAS_WEIGHTS or IS_DRAWN))
         tl.store(counts_ptr + block, tl.sum(chosen.to(tl.int32)))
         # Rows of 32 elements lie with a few neighbouring threads: a sum over them needs no barrier.
         bit = (tl.full((32,), 1, tl.int32) << tl.arange(0, 32))[None, :]
@@ -173,7 +173,8 @@ def compress(
     operands: Operands,
     velocity_in: Tensor | None,  # f32 or bf16 (padded,)
     residual_in: Tensor,  # f32 or bf16 (padded,)
-    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1
+    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1.
+    # i32 (1,): they are drawn, by whom it says (keys.py)
     thresholds: Tensor | None,  # i64 (scopes,): least key of a candidate
     trust: Tensor | None,  # f32 (segments,)
     scales: Tensor | None,  # f32 (segments,): the gradient is multiplied by it first
@@ -281,7 +282,7 @@ def _launch_pass(
         grad_scale, weight_decay, momentum, len(segments.numels), segments.padded_numel,
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity_in is not None, HAS_SCALE=grad_scale != 1.0,
         HAS_SCALES=scales is not None, HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None,
-        HAS_NORMS=partials is not None, HAS_PARITY=parity is not None, HAS_WEIGHTS=weights is not None,
+        HAS_NORMS=partials is not None, HAS_PARITY=parity is not None, **weighing(weights),
         HAS_COUNTERS=counters is not None, SEND_ALL=sent is not None and per_block == 0, PER_BLOCK=per_block,
         MASK_VELOCITY=masking and velocity_in is not None, PER_TENSOR=sent is None and segments.per_tensor,
         HALF=residual_in.itemsize == 2, ELEMENT=ELEMENT[operands.dtype], WIRE=ELEMENT[wire], COUNTERS=COUNTERS,

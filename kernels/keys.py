@@ -6,13 +6,18 @@ bits    62 .. 32             31 .. 0            states of 32 bits
         62 .. 48   47 .. 16  15 .. 0            states of 16 bits, whose magnitudes repeat: the hash decides often
         |residual| tie hash  0
 
-Where entries have weights their product with the residual, of 32 bits in any case, takes the residual's place.
+Where entries have weights their product with the residual, of 32 bits in any case, takes the residual's place. Weights
+may be drawn: 1 / u with u uniform in (0, 1], in a unit that leaves room above and below for gradients from 1e-32 to
+1e34. Whatever the threshold, an entry of magnitude a then reaches it with the chance min(1, a / threshold).
 """
 
 import triton
 import triton.language as tl
 
 INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity
+
+
+DRAW_UNIT = tl.constexpr(2.0**-20)  # of a drawn weight: 1 / u is at least 1, at most 2^32
 
 
 @triton.jit
@@ -29,6 +34,29 @@ def mix32(x):
 def tie_hash(index, seed):
     """The order of entries of equal magnitude: a hash of (index, step) that favours no address."""
     return mix32(index.to(tl.uint32) ^ mix32(seed.to(tl.uint32)))
+
+
+@triton.jit
+def drawn_weight(index, seed, salt):
+    """DRAW_UNIT / u of an element and a step, and of whoever draws: u from a hash, in steps of 2^-32.
+
+    salt: above 0, of which the hash would be the tie's.
+    """
+    draw = mix32(index.to(tl.uint32) ^ mix32(seed.to(tl.uint32) ^ mix32(salt.to(tl.uint32))))
+    return tl.div_rn(tl.full(draw.shape, DRAW_UNIT * 4294967296.0, tl.float32), draw.to(tl.float32) + 1.0)
+
+
+@triton.jit
+def weighted(values, weight_ptr, index, seed, mask, HAS_WEIGHTS: tl.constexpr, IS_DRAWN: tl.constexpr):
+    """What entries are ranked by; IS_DRAWN: ``weight_ptr`` is who draws. A mask of None costs nothing."""
+    if IS_DRAWN:
+        values = values * drawn_weight(index, seed, tl.load(weight_ptr))
+    elif HAS_WEIGHTS:
+        if mask is None:
+            values = values * tl.load(weight_ptr + index)
+        else:
+            values = values * tl.load(weight_ptr + index, mask=mask, other=0)
+    return values
 
 
 @triton.jit

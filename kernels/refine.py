@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedcomp.kernels._launch import ELEMENT, launch
+from fusedcomp.kernels._launch import ELEMENT, launch, weighing
 from fusedcomp.kernels.digits import COPIES, DIGIT_BINS, pick, pick_among, take_histogram
 from fusedcomp.kernels.elements import half_offset, load_state, narrow, narrow_clamped, store_state, widen
 from fusedcomp.kernels.headers import ENCODING, HEADER_WORDS, SIGNED, fill_header
-from fusedcomp.kernels.keys import INFINITE, magnitude_bits, selection_key
+from fusedcomp.kernels.keys import DRAW_UNIT, INFINITE, magnitude_bits, selection_key, weighted
 from fusedcomp.kernels.order import last_arrival, offset_before, start_order
 from fusedcomp.kernels.segments import BLOCK, PAGE, SIGNED_PAGE, WORDS, Operands, Segments
 
@@ -101,7 +101,8 @@ def _count_candidates_kernel(
     histogram_ptr, ticket_ptr,  # scratch
     keys_ptr, bounds_ptr, flag_ptr,  # out
     capacity, half_numel,
-    HAS_PARITY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HALF: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_PARITY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, IS_DRAWN: tl.constexpr, HALF: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     scope, parts, _, begin, end = _share(part_ptr, offsets_ptr, capacity, part)
@@ -114,9 +115,8 @@ def _count_candidates_kernel(
         at = chunk + tl.arange(0, CHUNK)
         index = tl.load(indices_ptr + at, mask=at < end, other=0)
         residual = load_state(residual_ptr + index, at < end, HALF)
-        if HAS_WEIGHTS:
-            residual = residual * tl.load(weight_ptr + index, mask=at < end, other=0)
-        key = selection_key(residual, index, seed, HALF and not HAS_WEIGHTS)
+        ranked = weighted(residual, weight_ptr, index, seed, at < end, HAS_WEIGHTS, IS_DRAWN)
+        key = selection_key(ranked, index, seed, HALF and not (HAS_WEIGHTS or IS_DRAWN))
         tl.store(keys_ptr + at, key, mask=at < end)
         digit = tl.minimum((key - least) >> width, DIGIT_BINS - 1).to(tl.int32)
         counted += tl.histogram(digit, DIGIT_BINS, mask=at < end)
@@ -207,8 +207,8 @@ def _pack_payload_kernel(
     starts_ptr, out_indices_ptr, values_ptr, header_ptr,  # out
     capacity, num_blocks, programs, pages, num_values, num_segments, words, half_numel,
     PER_TENSOR: tl.constexpr, MASK_VELOCITY: tl.constexpr, HAS_PARITY: tl.constexpr, HALF: tl.constexpr,
-    IS_SIGNED: tl.constexpr, WIRE: tl.constexpr, VERSION: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr,
-    LOOK_BACK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    IS_SIGNED: tl.constexpr, IS_DRAWN: tl.constexpr, WIRE: tl.constexpr, VERSION: tl.constexpr, FIRST: tl.constexpr,
+    PAGE: tl.constexpr, LOOK_BACK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, number = start_order(shared_ptr, programs)
     candidates = tl.minimum(tl.load(offsets_ptr + num_blocks), capacity)
@@ -217,6 +217,10 @@ def _pack_payload_kernel(
         return  # the capacity is some times what there usually is
     at = first + tl.arange(0, CHUNK)
     index, key, won = _winning(keys_ptr, indices_ptr, block_table_ptr, threshold_ptr, at, candidates, PER_TENSOR, BLOCK)
+    if IS_DRAWN:  # what others are as likely to reach: the threshold is not sent itself
+        threshold = tl.load(threshold_ptr)
+        won = won & (key > threshold)
+        least = (threshold >> 32).to(tl.int32).to(tl.float32, bitcast=True) * (1.0 / DRAW_UNIT)
     if IS_SIGNED:  # what is sent is at least half of what it is sent as, so that the difference is exact
         scale = tl.load(values_ptr)
         won = won & ((key >> 32) >= magnitude_bits(0.5 * scale))
@@ -238,6 +242,8 @@ def _pack_payload_kernel(
         inside = tl.where(value < 0.0, inside + PAGE, inside)
         kept = value - tl.where(value < 0.0, -scale, scale)
     else:
+        if IS_DRAWN:  # in place of what is as large and was not drawn
+            value = tl.where(tl.abs(value) < least, tl.where(value < 0.0, -least, least), value)
         sent = narrow_clamped(value, WIRE)
         tl.store(values_ptr + slot, sent, mask=won)
         if not (HALF or WIRE.is_fp32()):
@@ -298,7 +304,8 @@ def select_candidates(
     offsets: Tensor,  # i64 (blocks + 1,)
     indices: Tensor,  # i64 (capacity,)
     residual: Tensor,  # f32 or bf16 (padded,)
-    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1
+    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1.
+    # i32 (1,): they are drawn, by whom it says (keys.py)
     seed: Tensor,  # i32 (1,)
     parity: Tensor | None,  # i32 (1,): the states are two halves, of which the pass has written the other
     ranks: Tensor,  # i64 (scopes,), >= 1
@@ -319,7 +326,7 @@ def select_candidates(
         histograms, tickets,
         keys, bounds, flag,
         keys.numel(), segments.padded_numel,
-        HAS_PARITY=parity is not None, HAS_WEIGHTS=weights is not None, HALF=residual.itemsize == 2,
+        HAS_PARITY=parity is not None, **weighing(weights), HALF=residual.itemsize == 2,
         BINS=histograms.shape[1], CHUNK=1024, shape="item",
     )  # fmt: skip
     launch(
@@ -351,6 +358,7 @@ def pack_payload(
     header: Tensor,  # out: i32 (HEADER_WORDS + ceil(segments / 32),)
     *,
     signed: bool = False,
+    drawn: bool = False,
 ) -> None:
     """Move candidates with key >= threshold to the payload, in index order; zero residual and velocity there.
 
@@ -358,6 +366,9 @@ def pack_payload(
 
     ``signed``: all are sent as the scale with their sign, which is bit 15 of the index, and pages are ``SIGNED_PAGE``.
     What differs from the scale stays. Nothing below half of it is sent, states have 32 bits.
+
+    ``drawn``: keys are of drawn weights, and their threshold is no winner's. What is below it without its weight is
+    sent as that threshold; nothing is kept.
     """
     assert not (signed and residual.itemsize == 2), "what stays would be rounded"
     programs, page = -(-keys.numel() // PACK), SIGNED_PAGE if signed else PAGE
@@ -370,7 +381,7 @@ def pack_payload(
         keys.numel(), segments.num_blocks, programs, segments.pages_of(page), out_indices.numel(), len(segments.numels),
         header.numel() - HEADER_WORDS, segments.padded_numel,
         PER_TENSOR=segments.per_tensor, MASK_VELOCITY=velocity is not None, HAS_PARITY=parity is not None,
-        HALF=residual.itemsize == 2, IS_SIGNED=signed, WIRE=ELEMENT[values.dtype],
+        HALF=residual.itemsize == 2, IS_SIGNED=signed, IS_DRAWN=drawn, WIRE=ELEMENT[values.dtype],
         VERSION=SIGNED if signed else ENCODING[values.dtype], FIRST=HEADER_WORDS, PAGE=page, LOOK_BACK=_LOOK_BACK,
         CHUNK=PACK, BLOCK=BLOCK, shape="page",
     )  # fmt: skip

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedcomp.kernels._launch import ELEMENT, launch
+from fusedcomp.kernels._launch import ELEMENT, launch, weighing
 from fusedcomp.kernels.accumulate import ACCUMULATE
 from fusedcomp.kernels.digits import pick, pick_among, take_histogram
 from fusedcomp.kernels.elements import element_pointer, half_offset, load_state, rounding_noise, stochastic, widen
-from fusedcomp.kernels.keys import mix32, selection_key
+from fusedcomp.kernels.keys import mix32, selection_key, weighted
 from fusedcomp.kernels.order import last_arrival
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 
@@ -32,9 +32,9 @@ def _sample_threshold_kernel(
     threshold_ptr, width_ptr,  # out
     grad_scale, weight_decay, momentum, num_segments, half_numel,
     ACCUMULATE: tl.constexpr, HAS_VELOCITY: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_DECAY: tl.constexpr,
-    HAS_TRUST: tl.constexpr, HAS_PARITY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HALF: tl.constexpr,
-    ELEMENT: tl.constexpr, SAMPLES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, LENIENCE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_TRUST: tl.constexpr, HAS_PARITY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, IS_DRAWN: tl.constexpr,
+    HALF: tl.constexpr, ELEMENT: tl.constexpr, SAMPLES: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    LENIENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample = program * SAMPLES + tl.arange(0, SAMPLES)
@@ -65,9 +65,8 @@ def _sample_threshold_kernel(
         velocity = load_state(velocity_ptr + index, mask, HALF)
     velocity, residual = ACCUMULATE(grad, velocity, residual, momentum)
     residual = stochastic(residual, rounding_noise(index, seed), HALF)
-    if HAS_WEIGHTS:
-        residual = residual * tl.load(weight_ptr + index, mask=mask, other=0)
-    key = tl.where(mask, selection_key(residual, index, seed, HALF and not HAS_WEIGHTS), -1)
+    ranked = weighted(residual, weight_ptr, index, seed, mask, HAS_WEIGHTS, IS_DRAWN)
+    key = tl.where(mask, selection_key(ranked, index, seed, HALF and not (HAS_WEIGHTS or IS_DRAWN)), -1)
     tl.store(keys_ptr + sample, key)
     scope = tl.load(group_ptr + 3 * program)
     tl.atomic_add(histogram_ptr + scope * BINS + (key >> TOP_SHIFT), 1, mask=mask, sem="relaxed")
@@ -104,7 +103,8 @@ def sample_threshold(
     aims: Tensor,  # i64 (scopes,), >= 1: the rank that the k-th key would have among the samples
     velocity: Tensor | None,  # f32 or bf16 (padded,)
     residual: Tensor,  # f32 or bf16 (padded,)
-    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1
+    weights: Tensor | None,  # f32 (padded,), in (0, 1]: entries are ranked by weight * |residual|. None: all are 1.
+    # i32 (1,): they are drawn, by whom it says (keys.py)
     trust: Tensor | None,  # f32 (segments,)
     scales: Tensor | None,  # f32 (segments,): the gradient is multiplied by it first
     seed: Tensor,  # i32 (1,)
@@ -130,6 +130,6 @@ def sample_threshold(
         grad_scale, weight_decay, momentum, len(segments.numels), segments.padded_numel,
         ACCUMULATE=ACCUMULATE[accumulate], HAS_VELOCITY=velocity is not None, HAS_SCALES=scales is not None,
         HAS_DECAY=weight_decay != 0.0, HAS_TRUST=trust is not None, HAS_PARITY=parity is not None,
-        HAS_WEIGHTS=weights is not None, HALF=residual.itemsize == 2, ELEMENT=ELEMENT[operands.dtype],
+        **weighing(weights), HALF=residual.itemsize == 2, ELEMENT=ELEMENT[operands.dtype],
         SAMPLES=SAMPLES, BINS=histograms.shape[1], CHUNK=8192, LENIENCE=LENIENCE, BLOCK=BLOCK, shape="stretch",
     )  # fmt: skip

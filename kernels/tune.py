@@ -14,6 +14,15 @@ Inside a bin, where ``descent`` is a line, or convex, the rate has no maximum bu
 and the last that are full. A line rises; what is convex may fall, so that the end of a bin that fills no packet counts
 too.
 
+Entries that are drawn (keys.py) have a choice of their own, ``choose_draws``. With chances min(1, a / mu) that add up
+to T the mean square of what is sent is the least there is, and k drawn entries do not exceed it for T = k - 1 (Szegedy,
+2006: priority sampling is no worse than one entry less by independent draws):
+
+    descent(k) = 1 / (S + R^2 / (k - 1 - c))        c: entries of at least mu, S: their squares, R: the others' sum
+
+From one bin's middle down to the next, mu passes the same entries, and k grows by an eighth at most: the first and the
+last k are looked at. Where all are sent, there is nothing to draw.
+
 Sums are integers, of which the order does not matter: a step that is taken again finds the same T.
 """
 
@@ -27,6 +36,8 @@ from fusedcomp.kernels.keys import INFINITE, magnitude_bits
 
 STEPS = tl.constexpr(8)  # bins an octave: of the 31 bits of a magnitude the first 8 + 3
 _SHIFT = tl.constexpr(20)
+_HALF = tl.constexpr(1 << 19)  # of a bin
+_LAST = tl.constexpr(2039)  # bin of finite numbers
 MAGNITUDES = 2048  # bins of all magnitudes there are
 COUNTERS = 16  # programs add to different copies: an address takes one addition at a time
 # A block counts what lies in the 32 octaves below its largest. The rest of it is less than 2^-52 of its square norm.
@@ -68,9 +79,30 @@ def _scale_of(sent, total, edge, top, precision):
     """
     mean = (total.to(tl.float64) / sent.to(tl.float64)).to(tl.int64, bitcast=True)
     mean = ((mean + (1 << 47)) >> 48) << 48  # a float64 has 52 bits behind the first
-    unit = (top - 131 - precision + 1023).to(tl.int64) << 52
-    scale = (mean.to(tl.float64, bitcast=True) * unit.to(tl.float64, bitcast=True)).to(tl.float32)
+    scale = (mean.to(tl.float64, bitcast=True) * _power(top - 131 - precision)).to(tl.float32)
     return tl.where(top < 255, tl.minimum(scale, 2.0 * edge), float("inf"))
+
+
+@triton.jit
+def _counted(counter_ptr, COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr):
+    """The counts of all copies, which are left empty."""
+    count = tl.zeros((MAGNITUDES,), tl.int32)
+    for copy in range(COUNTERS):
+        count += take_histogram(counter_ptr + copy * MAGNITUDES, MAGNITUDES)
+    return count.to(tl.uint32, bitcast=True).to(tl.int64)  # a bucket may have 2^32 elements
+
+
+@triton.jit
+def _middle(digit):
+    """f64: of a bin of finite numbers."""
+    bits = (tl.minimum(digit, _LAST) << _SHIFT) + _HALF
+    return bits.to(tl.float32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
+def _power(exponent):
+    """f64: of 2."""
+    return ((exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["room", "precision"])
@@ -81,10 +113,7 @@ def _choose_entries_kernel(
     room, precision,
     HAS_SCALE: tl.constexpr, COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr,
 ):  # fmt: skip
-    count = tl.zeros((MAGNITUDES,), tl.int32)
-    for copy in range(COUNTERS):
-        count += take_histogram(counter_ptr + copy * MAGNITUDES, MAGNITUDES)
-    count = count.to(tl.uint32, bitcast=True).to(tl.int64)  # a bucket may have 2^32 elements
+    count = _counted(counter_ptr, COUNTERS, MAGNITUDES)
     digit = tl.arange(0, MAGNITUDES)
     octave = digit // STEPS
     top = tl.max(tl.where(count > 0, octave, 0))
@@ -122,6 +151,64 @@ def _choose_entries_kernel(
         tl.store(scale_ptr, _scale_of(sent, sum_sent, edge, top, precision))
 
 
+@triton.jit
+def _better_draw(best, wanted, entries, exists, begin, squares, rest, each, fixed, whole, lead):
+    """As ``_better``, of drawing: entries past ``begin`` share what the rest adds up to."""
+    share = rest * rest / tl.where(exists, entries - 1 - begin, 1).to(tl.float64)
+    cost = each * ((entries + lead + whole - 1) // whole).to(tl.float64) + fixed
+    rate = tl.where(exists, 1.0 / tl.where(exists, (squares + share) * cost, 1.0), -1.0)
+    highest = tl.max(rate)
+    least = tl.min(tl.where(rate == highest, entries, 0x7FFFFFFFFFFFFFFF))
+    least = tl.where(highest == best, tl.minimum(least, wanted), least)
+    return tl.maximum(highest, best), tl.where(highest >= best, least, wanted)
+
+
+@triton.jit(do_not_specialize=["room", "numel", "precision"])
+def _choose_draws_kernel(
+    cost_ptr, shape_ptr,  # in
+    counter_ptr,  # scratch
+    rank_ptr, wanted_ptr,  # out
+    room, numel, precision,
+    COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr,
+):  # fmt: skip
+    count = _counted(counter_ptr, COUNTERS, MAGNITUDES)
+    digit = tl.arange(0, MAGNITUDES)
+    largest = tl.max(tl.where(count > 0, digit, 0))
+    top = largest // STEPS
+    below = tl.maximum(top - digit // STEPS, 0)
+    place = STEPS + digit % STEPS
+    one = ((2 * place + 1).to(tl.int64) << precision) >> tl.minimum(below, 63)
+    sums = tl.cumsum(count * one)  # of this bin and those below
+    rest = sums.to(tl.float64) * _power(top - 131 - precision)
+    square = ((place * (place + 1)).to(tl.int64) << precision) >> tl.minimum(2 * below, 63)
+    squares = tl.cumsum(count * square, reverse=True)
+    unit = _power(2 * (top - 127) - 6 - precision)
+    whole_square = tl.max(squares).to(tl.float64) * unit
+    squares = (squares - count * square).to(tl.float64) * unit  # of those above
+    end = tl.cumsum(count, reverse=True)
+    total, begin = tl.max(end), end - count
+
+    each, fixed = tl.load(cost_ptr), tl.load(cost_ptr + 1)
+    whole, lead = tl.load(shape_ptr), tl.load(shape_ptr + 1)
+    least = begin + 1 + tl.ceil(rest / _middle(digit + 1)).to(tl.int64)
+    least = tl.where(digit == largest, 2, least)  # none is certain: so it is for any fewer
+    most = tl.minimum(begin + 1 + tl.floor(rest / _middle(digit)).to(tl.int64), total)
+    first = (least + lead + whole - 1) // whole * whole - lead  # entries that fill packets
+    last = (most + lead) // whole * whole - lead
+    there = (digit > 0) & (digit <= largest) & (sums > 0)
+    cost = each * ((total + lead + whole - 1) // whole).to(tl.float64) + fixed
+    best = tl.where(total > 0, 1.0 / tl.where(total > 0, whole_square * cost, 1.0), 0.0)  # of all there are
+    best, wanted = _better_draw(
+        best, total, first, there & (first <= most), begin, squares, rest, each, fixed, whole, lead
+    )  # fmt: skip
+    best, wanted = _better_draw(
+        best, wanted, last, there & (last >= least), begin, squares, rest, each, fixed, whole, lead
+    )  # fmt: skip
+    wanted = tl.where(total > 0, tl.minimum(wanted + 1, numel), 0)
+    tl.store(wanted_ptr, wanted.to(tl.int32))
+    tl.store(rank_ptr, tl.maximum(tl.minimum(wanted, room), 1))
+
+
 def choose_entries(
     costs: Tensor,  # f64 (2,): each, fixed
     shape: Tensor,  # i64 (2,): whole, lead
@@ -141,4 +228,25 @@ def choose_entries(
         ranks, wanted, scale,
         room, max(0, SUM_BITS - numel.bit_length()),
         HAS_SCALE=scale is not None, COUNTERS=COUNTERS, MAGNITUDES=MAGNITUDES, shape="stretch",
+    )  # fmt: skip
+
+
+def choose_draws(
+    costs: Tensor,  # f64 (2,): each, fixed
+    shape: Tensor,  # i64 (2,): whole, lead
+    counters: Tensor,  # scratch: i32 (COUNTERS, MAGNITUDES): of the pass; zeros after
+    ranks: Tensor,  # out: i64 (1,): of the threshold, 1 to ``room``
+    wanted: Tensor,  # out: i32 (1,): as would be best
+    *,
+    room: int,
+    numel: int,
+) -> None:
+    """The same of entries that are drawn: one more, whose key is the threshold that those before it exceed."""
+    launch(
+        _choose_draws_kernel, 1, counters,
+        costs, shape,
+        counters,
+        ranks, wanted,
+        room, numel, max(0, SUM_BITS - numel.bit_length()),
+        COUNTERS=COUNTERS, MAGNITUDES=MAGNITUDES, shape="stretch",
     )  # fmt: skip

@@ -69,7 +69,8 @@ NO_TRUST = {"trust": None, "partials": None}
 LEAST = NO_TRUST | {"scales": None, "parity": None}
 GUARDS = [ALL, {"scales": None, "parity": None}, NO_TRUST | {"scales": None}, NO_TRUST | {"parity": None}, LEAST]
 UNWEIGHTED = {"weights": None}
-COUNTED = [ALL, LEAST, *(guard | UNWEIGHTED | {"counters": None} for guard in GUARDS[1:])]
+DRAWN = {"weights": torch.zeros(1, dtype=torch.int32)}
+COUNTED = [ALL, ALL | DRAWN, LEAST | DRAWN, LEAST, *(guard | UNWEIGHTED | {"counters": None} for guard in GUARDS[1:])]
 HALF = [{"half_states": True}, {}]
 ELEMENTS = [{"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 SIGNED = {"signed": True}
@@ -97,15 +98,16 @@ BLOCKS = [
 # of types with the first (all there is) and the last (the least) of the others; for the other sizes, to which the
 # choices are indifferent, the first and the last of all.
 CASES: dict[str, tuple[list[Overrides], ...]] = {
-    "sample_threshold": (MEMORY, DECAY, [ALL, LEAST, LEAST | UNWEIGHTED], TYPES),
+    "sample_threshold": (MEMORY, DECAY, [ALL, LEAST | DRAWN, LEAST, LEAST | UNWEIGHTED], TYPES),
     "compress": (MEMORY, DECAY, COUNTED, TYPES),
     "compress_all": (MEMORY, DECAY, [*GUARDS[:3], LEAST], TYPES),
     "compress_blocks": (MEMORY, BLOCKS, [ALL, LEAST | {"weight_decay": 0.0}], TYPES),
     "settle": (MEMORY, DECAY, [ALL, LEAST], TYPES),
     "choose_entries": (without("scale"),),
+    "choose_draws": (),
     "list_candidates": (),
-    "select_candidates": (without("weights"), without("parity"), HALF),
-    "pack_payload": (SCOPE, without("velocity"), [HALF[0], SIGNED, HALF[1]], WIRE),
+    "select_candidates": ([{}, DRAWN, UNWEIGHTED], without("parity"), HALF),
+    "pack_payload": (SCOPE, without("velocity"), [HALF[0], {"drawn": True}, SIGNED, HALF[1]], WIRE),
     "apply_payloads": (VERDICT, [SIGNED, *WIRE], ELEMENTS),
     "pack_dense": (without("scales"), ELEMENTS),
     "decay_params": ([{"nesterov": True}, {"nesterov": False}, {"nesterov": False, "buffer": None}],),
@@ -261,6 +263,7 @@ def arguments(
         "per_tensor": per_tensor,
         "entries": sizes.k,
         "signed": False,
+        "drawn": False,
     }
 
 

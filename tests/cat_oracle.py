@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fusedcomp.costs import Terms
-from fusedcomp.kernels.reference.tune import choose_entries, tally_magnitudes
+from fusedcomp.kernels.reference.tune import choose_draws, choose_entries, tally_magnitudes
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES, STEPS
 
@@ -51,6 +51,18 @@ def chosen(values: Tensor, terms: Terms, room: int = 1 << 30, scale: Tensor | No
     return int(wanted)
 
 
+def drawn(values: Tensor, terms: Terms, room: int = 1 << 30) -> int:
+    """The number of entries that the twins draw, if they are not all."""
+    counters = torch.zeros(COUNTERS, MAGNITUDES, dtype=torch.int32)
+    tally_magnitudes(counters, nn.functional.pad(values, (0, -len(values) % BLOCK)))
+    ranks, wanted = torch.tensor([-7]), torch.tensor([-7], dtype=torch.int32)
+    costs = torch.tensor([terms.each, terms.fixed], dtype=torch.float64)
+    choose_draws(costs, torch.tensor([terms.whole, terms.lead]), counters, ranks, wanted, room=room, numel=1 << 30)
+    assert not counters.any()
+    assert int(ranks) == min(max(int(wanted), 1), room)
+    return int(wanted) - 1
+
+
 def costs_of(terms: Terms, entries: np.ndarray) -> np.ndarray:
     return terms.each * np.ceil((entries + terms.lead) / terms.whole) + terms.fixed
 
@@ -65,3 +77,20 @@ def betas(values: Tensor) -> np.ndarray:
     """The same of what is sent as its mean."""
     magnitudes = np.sort(np.abs(values.double().numpy()))[::-1]
     return magnitudes.cumsum() ** 2 / np.arange(1, len(values) + 1) / (magnitudes**2).sum()
+
+
+def omegas(values: Tensor) -> np.ndarray:
+    """omega(1), omega(2), ...: |g|^2 over the least mean square of so many entries that are drawn independently.
+
+    Chances are min(1, |g| / mu): of all r that might be certain, the smallest that leaves none of the others above 1.
+    """
+    magnitudes = np.sort(np.abs(values.double().numpy()))[::-1]
+    magnitudes = magnitudes[magnitudes > 0]
+    squares = np.concatenate([[0.0], (magnitudes**2).cumsum()])
+    rest = np.concatenate([magnitudes[::-1].cumsum()[::-1], [0.0]])
+    found, r = [], 0
+    for expected in range(1, len(magnitudes)):
+        while (expected - r) * magnitudes[r] > rest[r]:
+            r += 1
+        found.append(squares[-1] / (squares[r] + rest[r] ** 2 / (expected - r)))
+    return np.array([*found, 1.0])

@@ -94,7 +94,10 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     velocity = halved(case.velocity, half) if options["accumulate"] in ("momentum", "nesterov") else None
     trust = case.trust if options.pop("with_trust", True) else None
     scales = case.scales if options.pop("with_scales", False) else None
-    weights = case.weights if options.pop("with_weights", False) else None
+    weights = sample_weights = case.weights if options.pop("with_weights", False) else None
+    drawn = options.pop("drawn", False)
+    if drawn:
+        weights, sample_weights = i32(5), i32(6)
     masking, wire = options.pop("masking", True), options.pop("wire", torch.float32)
     scale = options.pop("scale", None)  # of signs
     ks = [max(1, round(n * fraction)) for n in segments.scope_numels]
@@ -110,7 +113,7 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     thresholds, widths = i64(*[-7] * len(ks)), torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
     modules["sample"].sample_threshold(
         segments, operands, samples, groups, sample_ranks, (sample_ranks // 3).clamp(min=1), velocity, residual,
-        weights, trust, scales, case.seed, parity, out["sample_keys"], *shared, thresholds, widths, **options,
+        sample_weights, trust, scales, case.seed, parity, out["sample_keys"], *shared, thresholds, widths, **options,
     )  # fmt: skip
     out["sampled_thresholds"] = thresholds.clone()
     modules["compress"].compress(
@@ -133,6 +136,7 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
         segments, operands, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
         residual, out["flag"], case.seed, parity, out["packed"],
         out["starts"], out["out_indices"], out["values"], out["header"], signed=scale is not None,
+        drawn=drawn,
     )  # fmt: skip
     for name in ("scanned", "packed"):  # left behind by the kernels alone
         del out[name]

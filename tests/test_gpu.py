@@ -51,6 +51,9 @@ OPTIMIZERS = {
     "cat_quantized": lambda p: fusedcomp.SGD(
         p, lr=0.01, momentum=0.9, compressor=fusedcomp.CAT(fusedcomp.PacketCost(), variant="sparse_quantized")
     ),
+    "cat_stochastic": lambda p: fusedcomp.SGD(
+        p, lr=0.01, momentum=0.9, compressor=fusedcomp.CAT(fusedcomp.PacketCost(), variant="stochastic")
+    ),
     "clipped": lambda p: fusedcomp.SGD(p, lr=0.01, momentum=0.9, compressor=TopK(0.01), max_grad_norm=0.5),
 }
 

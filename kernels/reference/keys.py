@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fusedcomp.kernels.keys import DRAW_UNIT
+
 
 def mix32(x: Tensor) -> Tensor:
     """The bijection of 32 bits of the kernels, on non-negative int64 values."""
@@ -15,6 +17,11 @@ def mix32(x: Tensor) -> Tensor:
 
 def tie_hash(index: Tensor, seed: Tensor) -> Tensor:
     return mix32((index & 0xFFFFFFFF) ^ mix32(seed.to(torch.int64) & 0xFFFFFFFF))
+
+
+def drawn_weight(index: Tensor, seed: Tensor, salt: Tensor) -> Tensor:
+    draw = mix32((index & 0xFFFFFFFF) ^ mix32((seed.to(torch.int64) & 0xFFFFFFFF) ^ mix32(salt.to(torch.int64))))
+    return 2.0**32 * DRAW_UNIT.value / (draw.float() + 1.0)
 
 
 def magnitude_bits(values: Tensor) -> Tensor:
@@ -30,4 +37,5 @@ def rank_key(values: Tensor, index: Tensor, seed: Tensor, half: bool, weights: T
     """The key that entries of a bucket are ranked by: of 32 bits where there are weights."""
     if weights is None:
         return selection_key(values, index, seed, half)
-    return selection_key(values * weights[index], index, seed, False)
+    drawn = weights.dtype == torch.int32
+    return selection_key(values * (drawn_weight(index, seed, weights) if drawn else weights[index]), index, seed, False)

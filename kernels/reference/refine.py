@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fusedcomp.kernels.headers import ENCODING, SIGNED
+from fusedcomp.kernels.keys import DRAW_UNIT
 from fusedcomp.kernels.reference.elements import half_of, narrow_clamped
 from fusedcomp.kernels.reference.headers import end_payload
 from fusedcomp.kernels.reference.keys import magnitude_bits, rank_key
@@ -69,6 +70,7 @@ def pack_payload(
     header: Tensor,
     *,
     signed: bool = False,
+    drawn: bool = False,
 ) -> None:
     page = SIGNED_PAGE if signed else PAGE
     velocity, residual = half_of(velocity, parity, 1), half_of(residual, parity, 1)
@@ -78,6 +80,8 @@ def pack_payload(
     reached = keys >= thresholds[scope]
     if signed:
         reached &= (keys >> 32) >= magnitude_bits(0.5 * values)
+    if drawn:
+        reached &= keys > thresholds[0]
     won = indices[reached]
     starts[0] = 0
     torch.cumsum(torch.bincount(won // page, minlength=segments.pages_of(page)), 0, dtype=torch.int32, out=starts[1:])
@@ -89,6 +93,9 @@ def pack_payload(
     if signed:
         kept = value - torch.where(value < 0.0, -values, values)
     else:
+        if drawn:
+            least = (thresholds[:1] >> 32).int().view(torch.float32) / DRAW_UNIT.value
+            value = torch.where(value.abs() < least, torch.where(value < 0.0, -least, least), value)
         values.zero_()
         sent = values[: won.numel()] = narrow_clamped(value, values.dtype)
         kept = value - sent.float() if residual.itemsize == 4 else torch.zeros_like(value)

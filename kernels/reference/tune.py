@@ -8,7 +8,7 @@ from fusedcomp.kernels.reference.keys import magnitude_bits
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.kernels.tune import MAGNITUDES, SUM_BITS
 
-_STEPS, _SHIFT, _WINDOW = 8, 20, 256
+_STEPS, _SHIFT, _WINDOW, _LAST = 8, 20, 256, 2039
 
 
 def tally_magnitudes(counters: Tensor, values: Tensor) -> None:
@@ -59,6 +59,41 @@ def choose_entries(
         mean = ((above + (sent - begin) * one) * here).sum().double() / sent
         edge = ((digit * here).sum() << _SHIFT).int().view(torch.float32)
         scale[0] = _scale(mean * 2.0 ** -(precision + 4), edge, int(top))
+
+
+def choose_draws(
+    costs: Tensor, shape: Tensor, counters: Tensor, ranks: Tensor, wanted: Tensor, *, room: int, numel: int
+) -> None:
+    count = counters.sum(0)
+    counters.zero_()
+    digit = torch.arange(MAGNITUDES, device=count.device)
+    largest, precision = int((digit * (count > 0)).max()), max(0, SUM_BITS - numel.bit_length())
+    top = largest // _STEPS
+    below, place = (top - digit // _STEPS).clamp(min=0), _STEPS + digit % _STEPS
+    sums = (count * ((2 * place + 1 << precision) >> below.clamp(max=63))).cumsum(0)
+    rest = sums.double() * 2.0 ** (top - 131 - precision)
+    square = count * ((place * (place + 1) << precision) >> (2 * below).clamp(max=63))
+    squares = (square.flip(0).cumsum(0).flip(0) - square).double() * 2.0 ** (2 * (top - 127) - 6 - precision)
+    end = count.flip(0).cumsum(0).flip(0)
+    total, begin = end[:1], end - count
+    middle = ((digit.clamp(max=_LAST) << _SHIFT) + (1 << _SHIFT - 1)).int().view(torch.float32).double()
+    after = middle[(digit + 1).clamp(max=_LAST)]
+    (each, fixed), (whole, lead) = costs, shape
+    least = torch.where(digit == largest, 2, begin + 1 + (rest / after).ceil().long())
+    most = torch.minimum(begin + 1 + (rest / middle).floor().long(), total)
+    first = (least + lead + whole - 1) // whole * whole - lead
+    last = (most + lead) // whole * whole - lead
+    there = (digit > 0) & (digit <= largest) & (sums > 0)
+    entries = torch.cat([first, last, total])
+    exists = torch.cat([there & (first <= most), there & (last >= least), total > 0])
+    share = rest * rest / (torch.stack([first, last]) - 1 - begin).clamp(min=1)
+    all_squares = square.sum().view(1).double() * 2.0 ** (2 * (top - 127) - 6 - precision)
+    mean_square = torch.cat([(squares + share).flatten(), all_squares])
+    cost = each * ((entries + lead + whole - 1) // whole).double() + fixed
+    rate = torch.where(exists, 1.0 / torch.where(exists, mean_square * cost, 1.0), -1.0)
+    best = torch.where(exists & (rate == rate.max()), entries, total).min()
+    wanted[0] = (best + 1).clamp(max=numel) if int(total) > 0 else 0
+    ranks[0] = wanted[0].long().clamp(1, room)
 
 
 def _scale(mean: Tensor, edge: Tensor, top: int) -> Tensor:
