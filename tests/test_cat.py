@@ -17,9 +17,8 @@ from fusedcomp import CAT, AffineCost, LinkCost, MomentumCorrection, NoMemory, P
 from fusedcomp.ddp import CompressionState
 from fusedcomp.rooms import Adaptive
 from fusedcomp.sparse import SparseExchange
-from hooked import step as hooked_step
-from hooked import wrapped
 from ranks import digest, loss_of, message_of, net, run
+from sameness import hook_and_optimizer, run_and_resumed, train
 from steppers import sent_by, stepper
 
 shapes = st.tuples(st.integers(1, 70), st.integers(1, 70))
@@ -166,22 +165,12 @@ def test_rooms_follow_what_ranks_want(world: int) -> None:
 @room_for_all
 def _resumed(rank: int, world: int) -> bytes:
     """A resume forgets the room, which matters only where it does not suffice."""
-    model, again = net(), net(1)
-    make = {"lr": 0.05, "momentum": 0.9, "compressor": CAT(AffineCost(fixed=100.0))}
-    optimizer = fusedcomp.SGD(model.parameters(), **make)
-    for number in range(12):
-        optimizer.zero_grad()
-        loss_of(model, rank, number).backward()
-        optimizer.step()
-    resumed = fusedcomp.SGD(again.parameters(), **make)
-    again.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
+    runs = run_and_resumed(rank, {"lr": 0.05, "momentum": 0.9, "compressor": CAT(AffineCost(fixed=100.0))})
     for number in range(12, 24):
-        for m, o in ((model, optimizer), (again, resumed)):
-            o.zero_grad()
-            loss_of(m, rank, number).backward()
-            o.step()
-            assert int(o.metrics()["overflow"]) == 0
+        for each in runs:
+            train(each, rank, number)
+            assert int(each[1].metrics()["overflow"]) == 0
+    (model, _), (again, _) = runs
     assert digest(model) == digest(again)
     return digest(model)
 
@@ -192,18 +181,7 @@ def test_resume_and_replicas_are_bit_exact() -> None:
 
 @room_for_all
 def _hook_and_optimizer(rank: int, world: int) -> None:
-    compressor = CAT(AffineCost(fixed=100.0))
-    model, other = net(), net()
-    ddp = wrapped(model, CompressionState(compressor, model.named_parameters()), bucket_cap_mb=100)
-    plain = torch.optim.SGD(model.parameters(), lr=2.0**-5)
-    optimizer = fusedcomp.SGD(other.parameters(), lr=2.0**-5, compressor=compressor)
-    for number in range(4):
-        hooked_step(ddp, plain, rank, number)
-        optimizer.zero_grad()
-        loss_of(other, rank, number).backward()
-        optimizer.step()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    hook_and_optimizer(rank, world, CAT(AffineCost(fixed=100.0)))
 
 
 def test_the_hook_sends_the_same() -> None:

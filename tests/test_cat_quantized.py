@@ -16,11 +16,10 @@ from fusedcomp.costs import Terms
 from fusedcomp.ddp import CompressionState
 from fusedcomp.kernels.segments import BLOCK, SIGNED_PAGE
 from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES
-from hooked import step as hooked_step
-from hooked import wrapped
 from kernel_cases import SIZES, build
 from kernel_runs import DEVICE, KERNELS, TWINS, TYPES, both, i32, i64, same, whole_pass
-from ranks import digest, loss_of, message_of, net, run
+from ranks import digest, message_of, run
+from sameness import hook_and_optimizer, run_and_resumed, train
 from steppers import sent_by, stepper
 from test_cat import room_for_all, shapes
 
@@ -327,21 +326,11 @@ def test_bytes() -> None:
 
 @room_for_all
 def _resumed(rank: int, world: int) -> bytes:
-    model, again = net(), net(1)
-    make = {"lr": 0.05, "momentum": 0.9, "compressor": quantized(AffineCost(fixed=100.0))}
-    optimizer = fusedcomp.SGD(model.parameters(), **make)
-    for number in range(12):
-        optimizer.zero_grad()
-        loss_of(model, rank, number).backward()
-        optimizer.step()
-    resumed = fusedcomp.SGD(again.parameters(), **make)
-    again.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
+    runs = run_and_resumed(rank, {"lr": 0.05, "momentum": 0.9, "compressor": quantized(AffineCost(fixed=100.0))})
     for number in range(12, 24):
-        for m, o in ((model, optimizer), (again, resumed)):
-            o.zero_grad()
-            loss_of(m, rank, number).backward()
-            o.step()
+        for each in runs:
+            train(each, rank, number)
+    (model, _), (again, _) = runs
     assert digest(model) == digest(again)
     return digest(model)
 
@@ -352,18 +341,7 @@ def test_resume_and_replicas_are_bit_exact() -> None:
 
 @room_for_all
 def _hook_and_optimizer(rank: int, world: int) -> None:
-    compressor = quantized(LinkCost(1e-4, 1e7), objective="time")
-    model, other = net(), net()
-    ddp = wrapped(model, CompressionState(compressor, model.named_parameters()), bucket_cap_mb=100)
-    plain = torch.optim.SGD(model.parameters(), lr=2.0**-5)
-    optimizer = fusedcomp.SGD(other.parameters(), lr=2.0**-5, compressor=compressor)
-    for number in range(4):
-        hooked_step(ddp, plain, rank, number)
-        optimizer.zero_grad()
-        loss_of(other, rank, number).backward()
-        optimizer.step()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    hook_and_optimizer(rank, world, quantized(LinkCost(1e-4, 1e7), objective="time"))
 
 
 def test_the_hook_sends_the_same() -> None:

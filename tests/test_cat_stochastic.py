@@ -23,7 +23,8 @@ from hooked import step as hooked_step
 from hooked import wrapped
 from kernel_cases import SIZES, build
 from kernel_runs import DEVICE, KERNELS, TWINS, both, i32, i64, same
-from ranks import digest, loss_of, message_of, net, run
+from ranks import digest, message_of, net, run
+from sameness import run_and_resumed, train
 from steppers import sent_by, stepper
 from test_cat import room_for_all, shapes
 from test_guards import _void_steps
@@ -304,21 +305,11 @@ def test_the_guaranteed_descent() -> None:
 
 def _trained(rank: int, world: int) -> tuple[bytes, bytes, list[int]]:
     """A run, and one that is resumed half-way; what a rank draws."""
-    model, again = net(), net(1)
-    make = {"lr": 0.02, "momentum": 0.9, "compressor": stochastic(AffineCost(fixed=1000.0))}
-    optimizer = fusedcomp.SGD(model.parameters(), **make)
-    for number in range(12):
-        optimizer.zero_grad()
-        loss_of(model, rank, number).backward()
-        optimizer.step()
-    resumed = fusedcomp.SGD(again.parameters(), **make)
-    again.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
+    settings = {"lr": 0.02, "momentum": 0.9, "compressor": stochastic(AffineCost(fixed=1000.0))}
+    (model, optimizer), (again, resumed) = run_and_resumed(rank, settings)
     for number in range(12, 24):
-        for m, o in ((model, optimizer), (again, resumed)):
-            o.zero_grad()
-            loss_of(m, 0, number).backward()  # the same on all ranks
-            o.step()
+        for each in ((model, optimizer), (again, resumed)):
+            train(each, 0, number)  # the same on all ranks
     exchange = next(e for e in optimizer._exchanges if hasattr(e, "wanted"))
     return digest(model), digest(again), exchange.buffers.payload.indices[0].tolist()
 

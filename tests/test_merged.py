@@ -10,9 +10,8 @@ from torch import nn
 import fusedcomp
 from fusedcomp import LARS, NoMemory, Residual, TopK
 from fusedcomp.ddp import CompressionState
-from hooked import step as hooked_step
-from hooked import wrapped
 from ranks import digest, loss_of, message_of, net, run
+from sameness import hook_and_optimizer
 
 BOTH = pytest.mark.parametrize("collective", ["tree", "split"])
 
@@ -236,20 +235,7 @@ def test_gradients_that_some_ranks_lack(collective: str) -> None:
 
 def _hook(rank: int, world: int, collective: str) -> bytes:
     """The hook of DistributedDataParallel has the same tree."""
-    model, other = net(), net()
-    ddp = wrapped(
-        model, CompressionState(TopK(0.05, collective=collective), model.named_parameters()), bucket_cap_mb=100
-    )
-    plain = torch.optim.SGD(model.parameters(), lr=2.0**-5)
-    optimizer = fusedcomp.SGD(other.parameters(), lr=2.0**-5, compressor=TopK(0.05, collective=collective))
-    for number in range(3):
-        hooked_step(ddp, plain, rank, number)
-        optimizer.zero_grad()
-        loss_of(other, rank, number).backward()
-        optimizer.step()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    return digest(model)
+    return hook_and_optimizer(rank, world, TopK(0.05, collective=collective), steps=3)
 
 
 @BOTH

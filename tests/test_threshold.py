@@ -18,9 +18,8 @@ from fusedcomp.kernels.reference.keys import selection_key
 from fusedcomp.rooms import Adaptive
 from fusedcomp.sizing import threshold_key
 from fusedcomp.sparse import SparseExchange
-from hooked import step as hooked_step
-from hooked import wrapped
-from ranks import digest, loss_of, message_of, net, run
+from ranks import digest, message_of, run
+from sameness import hook_and_optimizer, run_and_resumed, train
 from steppers import sent_by, stepper
 
 shapes = st.tuples(st.integers(1, 70), st.integers(1, 70))
@@ -211,23 +210,13 @@ def test_rooms_follow_what_ranks_ask_for() -> None:
 @patch.multiple(Adaptive, _FIRST=10**9)
 def _with_rooms_that_overflow(rank: int, world: int) -> bytes:
     """A resume takes up the room, which does not suffice, and what the headers before it said."""
-    model, again = net(), net(1)
-    make = {"lr": 0.05, "momentum": 0.9, "memory": Residual(), "compressor": Threshold(0.1)}
-    optimizer = fusedcomp.SGD(model.parameters(), **make)
-    for number in range(12):
-        optimizer.zero_grad()
-        loss_of(model, rank, number).backward()
-        optimizer.step()
-    resumed = fusedcomp.SGD(again.parameters(), **make)
-    again.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
+    settings = {"lr": 0.05, "momentum": 0.9, "memory": Residual(), "compressor": Threshold(0.1)}
+    (model, optimizer), (again, resumed) = run_and_resumed(rank, settings)
     over, sizes = 0, []
     for number in range(12, 30):
-        for m, o in ((model, optimizer), (again, resumed)):
-            o.zero_grad()
-            loss_of(m, rank, number).backward()
-            o.step()
-            over += int(o.metrics()["overflow"]) > 0
+        for each in ((model, optimizer), (again, resumed)):
+            train(each, rank, number)
+            over += int(each[1].metrics()["overflow"]) > 0
         sizes.append(optimizer._exchanges.sizes())
         assert sizes[-1] == resumed._exchanges.sizes()
     assert over > 0
@@ -242,18 +231,7 @@ def test_resume_and_replicas_are_bit_exact() -> None:
 
 @room_for_all
 def _hook_and_optimizer(rank: int, world: int) -> None:
-    compressor = Threshold.from_density(0.02)
-    model, other = net(), net()
-    ddp = wrapped(model, CompressionState(compressor, model.named_parameters()), bucket_cap_mb=100)
-    plain = torch.optim.SGD(model.parameters(), lr=2.0**-5)
-    optimizer = fusedcomp.SGD(other.parameters(), lr=2.0**-5, compressor=compressor)
-    for number in range(4):
-        hooked_step(ddp, plain, rank, number)
-        optimizer.zero_grad()
-        loss_of(other, rank, number).backward()
-        optimizer.step()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    hook_and_optimizer(rank, world, Threshold.from_density(0.02))
 
 
 def test_the_hook_sends_the_same() -> None:
