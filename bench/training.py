@@ -32,9 +32,7 @@ METHODS = (
         "threshold0.01", "SGD + Threshold.from_density(0.01)", 0.1, Threshold.from_density(0.01), memory=Residual()
     ),
     train.Method("block_topk0.01", "SGD + BlockTopK(0.01)", 0.2, BlockTopK(density=0.01)),
-    train.Method(
-        "cat_fixed", "SGD + CAT(AffineCost(fixed=40000))", 0.2, CAT(AffineCost(fixed=40_000)), memory=Residual()
-    ),
+    train.Method("cat_affine", "SGD + CAT(AffineCost(fixed=5000))", 0.2, CAT(AffineCost(fixed=5000))),
     train.Method("cat_packets", "SGD + CAT(PacketCost())", 0.2, CAT(PacketCost()), memory=Residual()),
     train.Method(
         "cat_quantized",

@@ -62,9 +62,10 @@ class TunedExchange(SparseExchange):
         counted = (self.costs, self.cost_shape, self.counters, self.buffers.ranks, self.wanted)
         sizes = {"room": self.selection.k, "numel": self.bucket.segments.numel}
         if self.drawn:
-            tune.choose_draws(*counted, **sizes)
+            tune.choose_draws(*counted, self.widths, **sizes)
         else:
-            tune.choose_entries(*counted, payload.values[0] if self.signed else None, **sizes)
+            scale = payload.values[0] if self.signed else None
+            tune.choose_entries(*counted, self.thresholds, self.widths, scale, **sizes)
         super()._refine()
         payload.header[0, 1:2] = self.wanted
 

@@ -42,6 +42,12 @@ MAGNITUDES = 2048  # bins of all magnitudes there are
 COUNTERS = 16  # programs add to different copies: an address takes one addition at a time
 # A block counts what lies in the 32 octaves below its largest. The rest of it is less than 2^-52 of its square norm.
 _WINDOW = tl.constexpr(256)
+# Of the refining's 256 bins above the threshold (digits.py) the last one sent lies in the first 64 to 128: were it in
+# the last, which is open, one program would have to look at all that are larger.
+_BITS = tl.constexpr(8)
+_BITS_TO_LAST = tl.constexpr(6)
+_OCTAVE = tl.constexpr(23 + 32)  # bits of a key that a factor of two in its magnitude is worth
+_OCTAVES_MORE = tl.constexpr(4)  # than there would be if as many candidates passed as there is room for
 SUM_BITS = 54  # of sums of squares, beside the 8 of (2 STEPS - 1) 2 STEPS: below 2^62 in all
 
 
@@ -105,11 +111,17 @@ def _power(exponent):
     return ((exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
+@triton.jit
+def _log2(number):
+    """i32: rounded down, of a positive number; of one just below a power of two up."""
+    return (number.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
 @triton.jit(do_not_specialize=["room", "precision"])
 def _choose_entries_kernel(
-    cost_ptr, shape_ptr,  # in
+    cost_ptr, shape_ptr, threshold_ptr,  # in
     counter_ptr,  # scratch
-    rank_ptr, wanted_ptr, scale_ptr,  # out
+    rank_ptr, wanted_ptr, width_ptr, scale_ptr,  # out
     room, precision,
     HAS_SCALE: tl.constexpr, COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr,
 ):  # fmt: skip
@@ -144,8 +156,11 @@ def _choose_entries_kernel(
     sent = tl.maximum(tl.minimum(wanted, room), 1)
     tl.store(wanted_ptr, wanted.to(tl.int32))
     tl.store(rank_ptr, sent)
+    here = (begin < sent) & (sent <= end)
+    last_key = (tl.sum(tl.where(here, digit, 0)) + 1).to(tl.int64) << _SHIFT + 32  # the last one's bin ends there
+    span = tl.maximum(last_key - tl.load(threshold_ptr), 1)
+    tl.store(width_ptr, tl.maximum(_log2(span) - _BITS_TO_LAST, 0))
     if HAS_SCALE:
-        here = (begin < sent) & (sent <= end)
         sum_sent = tl.sum(tl.where(here, above + (sent - begin) * one, 0))
         edge = (tl.sum(tl.where(here, digit, 0)) << _SHIFT).to(tl.float32, bitcast=True)
         tl.store(scale_ptr, _scale_of(sent, sum_sent, edge, top, precision))
@@ -167,7 +182,7 @@ def _better_draw(best, wanted, entries, exists, begin, squares, rest, each, fixe
 def _choose_draws_kernel(
     cost_ptr, shape_ptr,  # in
     counter_ptr,  # scratch
-    rank_ptr, wanted_ptr,  # out
+    rank_ptr, wanted_ptr, width_ptr,  # out
     room, numel, precision,
     COUNTERS: tl.constexpr, MAGNITUDES: tl.constexpr,
 ):  # fmt: skip
@@ -205,8 +220,12 @@ def _choose_draws_kernel(
         best, wanted, last, there & (last >= least), begin, squares, rest, each, fixed, whole, lead
     )  # fmt: skip
     wanted = tl.where(total > 0, tl.minimum(wanted + 1, numel), 0)
+    sent = tl.maximum(tl.minimum(wanted, room), 1)
     tl.store(wanted_ptr, wanted.to(tl.int32))
-    tl.store(rank_ptr, tl.maximum(tl.minimum(wanted, room), 1))
+    tl.store(rank_ptr, sent)
+    # Half as many keys are twice as large.
+    octaves = _log2(room / sent) + _OCTAVES_MORE
+    tl.store(width_ptr, _log2(2 * octaves - 1) + (_OCTAVE - _BITS))  # the logarithm rounded up
 
 
 def choose_entries(
@@ -215,6 +234,8 @@ def choose_entries(
     counters: Tensor,  # scratch: i32 (COUNTERS, MAGNITUDES): of the pass; zeros after
     ranks: Tensor,  # out: i64 (1,): entries to send, 1 to ``room``
     wanted: Tensor,  # out: i32 (1,): as many as would be best
+    thresholds: Tensor,  # i64 (1,): that candidates reach
+    widths: Tensor,  # out: i32 (1,): for the refining, as of sample.py, so that it looks finely at the last one sent
     scale: Tensor | None = None,  # out: f32 (1,): what they are sent as, 5 bits. None: as they are
     *,
     room: int,
@@ -223,9 +244,9 @@ def choose_entries(
     """The number of entries with the best rate, the least of equals. ``numel``: no more magnitudes were counted."""
     launch(
         _choose_entries_kernel, 1, counters,
-        costs, shape,
+        costs, shape, thresholds,
         counters,
-        ranks, wanted, scale,
+        ranks, wanted, widths, scale,
         room, max(0, SUM_BITS - numel.bit_length()),
         HAS_SCALE=scale is not None, COUNTERS=COUNTERS, MAGNITUDES=MAGNITUDES, shape="stretch",
     )  # fmt: skip
@@ -237,6 +258,7 @@ def choose_draws(
     counters: Tensor,  # scratch: i32 (COUNTERS, MAGNITUDES): of the pass; zeros after
     ranks: Tensor,  # out: i64 (1,): of the threshold, 1 to ``room``
     wanted: Tensor,  # out: i32 (1,): as would be best
+    widths: Tensor,  # out: i32 (1,): for the refining
     *,
     room: int,
     numel: int,
@@ -246,7 +268,7 @@ def choose_draws(
         _choose_draws_kernel, 1, counters,
         costs, shape,
         counters,
-        ranks, wanted,
+        ranks, wanted, widths,
         room, numel, max(0, SUM_BITS - numel.bit_length()),
         COUNTERS=COUNTERS, MAGNITUDES=MAGNITUDES, shape="stretch",
     )  # fmt: skip

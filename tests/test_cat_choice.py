@@ -9,8 +9,8 @@ from torch import nn
 
 import fusedcomp
 from cat_oracle import AFFINE, BOUND, KINDS, PACKETS, alphas, chosen, costs_of, seeds, values_of
-from fusedcomp import CAT, AffineCost, LinkCost, PacketCost
-from fusedcomp.costs import Message, Terms
+from fusedcomp import CAT, AffineCost, LinkCost, NoMemory, PacketCost, Residual
+from fusedcomp.costs import Cost, Message, Terms
 from fusedcomp.kernels.segments import BLOCK
 from fusedcomp.kernels.tune import COUNTERS, MAGNITUDES
 from kernel_cases import SIZES, build, scratch
@@ -146,7 +146,7 @@ def test_counting_and_choosing(name: str, values: str, state_dtype: torch.dtype)
             again, rank, wanted = counters.clone(), i64(-7), i32(-7)
             modules["tune"].choose_entries(
                 torch.tensor([6.0, 300.0], dtype=torch.float64, device=DEVICE), i64(whole, lead), again, rank, wanted,
-                room=room, numel=mine.segments.numel,
+                i64(0), i32(-7), room=room, numel=mine.segments.numel,
             )  # fmt: skip
             assert not again.any()
             result |= {f"rank{number}": rank, f"wanted{number}": wanted}
@@ -169,12 +169,33 @@ def test_choosing_from_any_counts(most: int, seed: int) -> None:
         counters, rank, wanted = counted.clone().to(DEVICE), i64(-7), i32(-7)
         modules["tune"].choose_entries(
             torch.tensor([0.37, 10.0 ** seed], dtype=torch.float64, device=DEVICE), i64(1 + 40 * (seed % 2), seed),
-            counters, rank, wanted, room=100, numel=int(counted.sum()),
+            counters, rank, wanted, i64(1 << 60), i32(-7), room=100, numel=int(counted.sum()),
         )  # fmt: skip
         results.append({"rank": rank, "wanted": wanted, "counters": counters})
     same(*results)
     assert not results[0]["counters"].any()
     assert int(results[0]["wanted"]) > 0 or not counted.any()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs kernels on CPU tensors")
+@pytest.mark.parametrize("cost", [AffineCost(fixed=1e4), AffineCost(fixed=0.0), PacketCost()])
+@pytest.mark.parametrize("variant", ["sparse", "sparse_quantized", "stochastic"])
+def test_one_program_looks_at_few(variant: str, cost: Cost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many fewer are sent than there is room for: those in the last one's bin are a small part of all."""
+    monkeypatch.setenv("FUSEDCOMP_OPS", "kernels")
+    weight = nn.Parameter(torch.zeros(128, 512))
+    memory = NoMemory() if variant == "stochastic" else Residual()
+    optimizer = fusedcomp.SGD([weight], lr=0.1, compressor=CAT(cost, variant=variant), memory=memory)
+    for number in range(2):
+        weight.grad = torch.randn(128, 512, generator=torch.Generator().manual_seed(number)) ** 3
+        optimizer.step()
+        exchange = optimizer._exchanges[0]
+        if exchange.dense_step:
+            continue
+        (low, high, rank), candidates = exchange.bounds[0].tolist(), int(exchange.offsets[-1])
+        keys = exchange.buffers.keys[:candidates]
+        near = int(((keys >= low) & (keys < high)).sum())
+        assert near <= 4 + 0.08 * min(int(exchange.buffers.ranks), candidates) or rank == 0
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs kernels on CPU tensors")

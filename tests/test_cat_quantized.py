@@ -197,7 +197,7 @@ def test_choosing_from_any_counts(most: int, seed: int) -> None:
         scale = torch.full((1,), -7.0, device=DEVICE)
         modules["tune"].choose_entries(
             torch.tensor([0.37, 10.0 ** seed], dtype=torch.float64, device=DEVICE), i64(1 + 40 * (seed % 2), seed),
-            counters, rank, wanted, scale, room=100, numel=int(counted.sum()),
+            counters, rank, wanted, i64(1 << 60), i32(-7), scale, room=100, numel=int(counted.sum()),
         )  # fmt: skip
         results.append({"rank": rank, "wanted": wanted, "scale": scale, "counters": counters})
     same(*results)
@@ -213,8 +213,8 @@ def test_a_scale_of_one_bin(bin_: int) -> None:
         scale = torch.zeros(1, device=DEVICE)
         counters[3, bin_] = 5
         modules["tune"].choose_entries(
-            torch.tensor([0.0, 1.0], dtype=torch.float64, device=DEVICE), i64(1, 0), counters, i64(-7), i32(-7), scale,
-            room=100, numel=100,
+            torch.tensor([0.0, 1.0], dtype=torch.float64, device=DEVICE), i64(1, 0), counters, i64(-7), i32(-7),
+            i64(0), i32(-7), scale, room=100, numel=100,
         )  # fmt: skip
         edges = (torch.tensor([bin_, bin_ + 1]) << 20).int().view(torch.float32)
         if bin_ >= 2040:

@@ -176,7 +176,7 @@ def test_choosing_from_any_counts(most: int, seed: int) -> None:
         counters, rank, wanted = counted.clone().to(DEVICE), i64(-7), i32(-7)
         modules["tune"].choose_draws(
             torch.tensor([0.37, 10.0 ** seed], dtype=torch.float64, device=DEVICE), i64(1 + 40 * (seed % 2), seed),
-            counters, rank, wanted, room=100, numel=int(counted.sum()) + 1,
+            counters, rank, wanted, i32(-7), room=100, numel=int(counted.sum()) + 1,
         )  # fmt: skip
         results.append({"rank": rank, "wanted": wanted, "counters": counters})
     same(*results)

@@ -24,6 +24,8 @@ def choose_entries(
     counters: Tensor,
     ranks: Tensor,
     wanted: Tensor,
+    thresholds: Tensor,
+    widths: Tensor,
     scale: Tensor | None = None,
     *,
     room: int,
@@ -62,8 +64,9 @@ def choose_entries(
 
 
 def choose_draws(
-    costs: Tensor, shape: Tensor, counters: Tensor, ranks: Tensor, wanted: Tensor, *, room: int, numel: int
-) -> None:
+    costs: Tensor, shape: Tensor, counters: Tensor, ranks: Tensor, wanted: Tensor, widths: Tensor, *, room: int,
+    numel: int,
+) -> None:  # fmt: skip
     count = counters.sum(0)
     counters.zero_()
     digit = torch.arange(MAGNITUDES, device=count.device)
