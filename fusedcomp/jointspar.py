@@ -135,11 +135,14 @@ class JointSpar:
         Once per optimizer step, however many backward passes accumulate in it; again before the same step, they stay.
 
         Raises:
-            RuntimeError: between ``backward()`` and ``step()`` of a fusedcomp optimizer that has sent gradients; or a
-                parameter of an active block does not require grad any more.
+            RuntimeError: between ``backward()`` and ``step()`` of a fusedcomp optimizer that has sent gradients; a
+                parameter of an active block does not require grad any more; or the sampler was removed.
         """
-        if isinstance(self.optimizer, CompressedOptimizer):
-            self.optimizer._refuse_if_launched("draw()")
+        self._refuse_if_launched("draw()")
+        if not self._release.alive:
+            raise RuntimeError(
+                "this JointSpar was removed: build a new one, or go on with optimizer.zero_grad() in place of draw()"
+            )
         self._refuse_frozen()
         if not self._drawn:
             self._advance()
@@ -171,6 +174,10 @@ class JointSpar:
     def _may_be_empty(self) -> bool:
         """Has backward something to do where no block is active?"""
         return any(param.requires_grad for param in self._always)
+
+    def _refuse_if_launched(self, what: str) -> None:
+        if isinstance(self.optimizer, CompressedOptimizer):
+            self.optimizer._refuse_if_launched(what)
 
     def _refuse_frozen(self) -> None:
         for index, (block, active) in enumerate(zip(self._blocks, self._active, strict=True)):
@@ -234,7 +241,11 @@ class JointSpar:
         """End it: all blocks are active for good, and gradients unscaled. Call it where ``draw()`` could be.
 
         A sampler that is dropped does so too, but for ``optimizer.zero_grad()``.
+
+        Raises:
+            RuntimeError: between ``backward()`` and ``step()`` of a fusedcomp optimizer that has sent gradients.
         """
+        self._refuse_if_launched("remove()")
         self._release()
         self.optimizer.zero_grad()
 

@@ -144,3 +144,29 @@ def test_a_gradient_of_an_inactive_block(options: dict[str, Any]) -> None:
         sampler.optimizer.step()
     assert torch.equal(model[2].weight, before)
     train(model, sampler, 2)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_removed_sampler_draws_no_more(make: Any) -> None:
+    """It would switch off blocks that nothing switches on again."""
+    model = mlp(4)
+    optimizer = make(model)
+    sampler = JointSpar(optimizer, 0.5)
+    sampler.draw()
+    sampler.remove()
+    with pytest.raises(RuntimeError, match=r"this JointSpar was removed: build a new one, or go on with optimizer\."):
+        sampler.draw()
+    assert all(param.requires_grad for param in model.parameters())
+    JointSpar(optimizer, 0.5).draw()
+
+
+def test_removing_between_backward_and_step() -> None:
+    model = mlp(4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sampler = JointSpar(optimizer, 0.5)
+    sampler.draw()
+    batch_loss(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match=r"remove\(\) was called between backward\(\) and step\(\)"):
+        sampler.remove()
+    sampler.draw()
+    sampler.remove()
