@@ -47,6 +47,7 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
     "topk_tensor": lambda _: TopK(DENSITY, scope="tensor"),
     "block_topk": lambda _: BlockTopK(DENSITY),
     "cat": lambda _: CAT(PacketCost()),
+    "cat_quantized": lambda _: CAT(PacketCost(), variant="sparse_quantized"),
     "threshold": lambda threshold: Threshold(threshold),
     "randomk": lambda _: RandomK(DENSITY),
 }

@@ -9,6 +9,7 @@ WORDS = {
     "topk_tensor": "the same, tensor by tensor",
     "block_topk": "BlockTopK(0.001)",
     "cat": "CAT(PacketCost())",
+    "cat_quantized": "the same, signs",
     "threshold": "Threshold, of TopK's own threshold",
     "randomk": "RandomK(0.001)",
 }
