@@ -59,6 +59,10 @@ class Waiting:
             waiting = max(0.0, waiting + arriving - room)
         return math.ceil(self._ARRIVING * arriving + waiting / self._PATIENCE)
 
+    def room_for(self, needed: int) -> int:
+        """The room to make where there is too little, or too much."""
+        return needed
+
     def state(self) -> dict[str, Any]:
         """Plain data."""
         return {"arrived": list(self._arrived), "waiting": list(self._waiting)}
@@ -89,7 +93,11 @@ class Anew:
 
     def needed(self, rooms: Iterable[int]) -> int:
         """Entries to have room for."""
-        return math.ceil(self._SLACK * max(self._most, default=0)) + self._MORE
+        return max(self._most, default=0)
+
+    def room_for(self, needed: int) -> int:
+        """The room to make where there is too little, or too much."""
+        return math.ceil(self._SLACK * needed) + self._MORE
 
     def state(self) -> dict[str, Any]:
         """Plain data."""
@@ -172,11 +180,11 @@ class Adaptive:
         self.demand.see(asked, self._rooms[row])
         if max(asked) > self.limit.k:
             return self.everything
-        needed = max(self._FLOOR, self.demand.needed(self._since(row)))
-        room = self.selection.k
-        wasteful = room > self.demand.WASTE * needed and self._settled < 0
-        if needed > room or wasteful or self.selection is self.everything:
-            return self._fitting(needed)
+        needed, room = self.demand.needed(self._since(row)), self.selection.k
+        target = max(self._FLOOR, self.demand.room_for(needed))
+        wasteful = room > self.demand.WASTE * target and self._settled < 0
+        if min(needed, self.limit.k) > room or wasteful or self.selection is self.everything:
+            return self._fitting(target)
         return self.selection
 
     def _since(self, row: int) -> list[int]:
