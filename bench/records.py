@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+_OUTPUTS = ("--results", "--output", "--trace")  # name a folder of the machine
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -91,7 +92,14 @@ def _dirty() -> bool:
 
 
 def _command() -> str:
-    """The command line as typed from the root of the repository."""
+    """The command line as typed from the root of the repository, but for where records go."""
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
-    return shlex.join(["python", name, *sys.argv[1:]])
+    words = iter(sys.argv[1:])
+    kept = []
+    for word in words:
+        if word in _OUTPUTS:
+            next(words, None)
+        elif word.partition("=")[0] not in _OUTPUTS:
+            kept.append(word)
+    return shlex.join(["python", name, *kept])
