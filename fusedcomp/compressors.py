@@ -101,10 +101,11 @@ class TopK:
 class Threshold:
     """Send every entry of the residual of at least ``value`` (Sahu et al., NeurIPS 2021: hard threshold).
 
-    Where there is room, what stays behind is below ``value`` everywhere. Of all ways to send a given number of entries
-    of a given sequence this one leaves the least behind, summed over steps; how many a single step sends varies. A
-    payload has room for somewhat more than any rank asked for some steps ago, which all headers say, and costs what it
-    has room for; what finds none stays in the residual, the smallest first.
+    Of all ways to send a given number of entries of a given sequence this one leaves the least behind, summed over
+    steps; how many a single step sends varies. A payload costs what it has room for: nine tenths of the entries that
+    arrive in a step at the rank where that is most, and a sixteenth of those that wait there, by what headers said some
+    steps ago. The largest are sent, the others wait in the residual. With ``NoMemory()`` they are lost, and there is
+    room for somewhat more than any rank asked for.
 
     Args:
         value: in units of the gradient, of what memory has made of it: with ``MomentumCorrection()`` entries are up to
@@ -196,9 +197,9 @@ class CAT:
     share of ``|g|^2``; T is the one with the largest ``alpha(T) / cost(T)``. Every rank chooses its own, on the device,
     for every bucket by itself. The variants differ in how entries are sent, and so in what T of them guarantee.
 
-    Payloads have room as those of ``Threshold``: somewhat more than any rank wanted some steps ago, which all headers
-    say. What finds none stays in the residual. The paper has no memory, ``NoMemory()``; with error feedback, the
-    default, T is that of the accumulated gradient.
+    Payloads have room for somewhat more than any rank wanted some steps ago, which all headers say. What finds none
+    stays in the residual. The paper has no memory, ``NoMemory()``; with error feedback, the default, T is that of the
+    accumulated gradient.
 
     Args:
         cost: of a message: ``AffineCost(per_byte, fixed)`` or ``PacketCost(payload, header, fixed)``; for

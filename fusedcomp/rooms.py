@@ -122,7 +122,6 @@ class Adaptive:
         demand: what there is to be room for.
     """
 
-    LAG = LAG
     _FIRST = 32  # at first there is room for numel / 32 entries
     _SETTLING = 2 * LAG  # steps for which that is the least: residuals begin at zero, and so does what they ask for
     _FLOOR = 64  # entries: a burst after a quiet time sends some at least
@@ -196,14 +195,17 @@ class Adaptive:
         """Plain data, the same on all ranks. Waits for copies that are on their way."""
         steps = [[step, self._rooms[row], *self._found(row)] for row, step in enumerate(self._steps) if step >= 0]
         return {
-            "limit": self.limit.k, "everything": self.everything.k, "room": self.selection.k, "settled": self._settled,
-            "steps": steps, "demand": self.demand.state(),
+            "of": self._identity(), "room": self.selection.k, "settled": self._settled, "steps": steps,
+            "demand": self.demand.state(),
         }  # fmt: skip
+
+    def _identity(self) -> list[Any]:
+        """What a state must be of: the same bucket, as many ranks, the same kind of demand."""
+        return [self.limit.k, self.everything.k, self._asked.shape[1], type(self.demand).__name__]
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Go on from there, if it is of such a bucket among as many ranks; else rooms begin anew."""
-        same = (kept.get("limit"), kept.get("everything")) == (self.limit.k, self.everything.k)
-        if not same or self.demand.state().keys() != kept["demand"].keys():
+        if kept.get("of") != self._identity():
             return
         room = kept["room"]
         self.selection = self.everything if room > self.limit.k else self._fitting(room)

@@ -32,7 +32,6 @@ class Shares:
         device: where they are.
     """
 
-    LAG = LAG
     # With error feedback a bucket's k-th key gathers what was not sent, so that shares steer it through an integral and
     # a lag: twice this gain makes them swing (docs/decisions/0027-shares-of-the-model.md).
     _GAIN = 1.0 / 32.0
@@ -50,10 +49,10 @@ class Shares:
         self._selections = [NOTHING] * len(numels)
         self._density, self._due = 0.0, 0  # what the plan is for, when it is looked at again
         pinned = device.type == "cuda"
-        shape = (self.LAG, len(numels), world_size, 2)  # reached, and flags
+        shape = (LAG, len(numels), world_size, 2)  # reached, and flags
         self._reached = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
-        self._copied = [torch.cuda.Event() for _ in range(self.LAG)] if pinned else []
-        self._steps = [-1] * self.LAG  # whose headers the rows are
+        self._copied = [torch.cuda.Event() for _ in range(LAG)] if pinned else []
+        self._steps = [-1] * LAG  # whose headers the rows are
         self._told: dict[int, list[int]] = {}  # rows that came from a checkpoint
         self._step = -1
 
@@ -62,7 +61,7 @@ class Shares:
     def at(self, step: int) -> list[Selection]:
         """The selections of this step; in a CUDA graph, those that there were."""
         if step != self._step and not (self._is_capturing() and self._density > 0.0):
-            row, before = step % self.LAG, step - self.LAG
+            row, before = step % LAG, step - LAG
             if before >= 0 and self._steps[row] == before:
                 self._learn(self._counts(row))
             self._told.pop(row, None)
@@ -75,7 +74,7 @@ class Shares:
         """Take in the headers of all ranks, of the step whose selections were the last: i32 (world, words)."""
         if self._is_capturing():
             return
-        row = self._step % self.LAG
+        row = self._step % LAG
         self._reached[row, bucket].copy_(headers[:, 1:3], non_blocking=True)
         if self._copied:
             self._copied[row].record()
@@ -110,7 +109,7 @@ class Shares:
         ks = [] if total > sum(self.limits) else apportion(total, self.weights, self.limits)
         if density != self._density or _differ(ks, self.ks, self._TOLERANCE):
             self._adopt(ks)
-        self._density, self._due = density, step + self.LAG
+        self._density, self._due = density, step + LAG
 
     def _adopt(self, ks: list[int]) -> None:
         """Nothing: all buckets go dense."""
@@ -148,7 +147,7 @@ class Shares:
         self.weights, self._density, self._due = list(kept["weights"]), kept["density"], kept["due"]
         self.model_key.fill_(kept["model_key"])
         for step, counts in kept["reached"]:
-            self._steps[step % self.LAG], self._told[step % self.LAG] = step, counts
+            self._steps[step % LAG], self._told[step % LAG] = step, counts
         if self._density > 0.0:
             self._adopt(list(kept["ks"]))
 

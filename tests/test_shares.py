@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusedcomp
 from fusedcomp import MomentumCorrection, NoMemory, Residual, TopK
 from fusedcomp.ddp import CompressionState
+from fusedcomp.rooms import LAG
 from fusedcomp.shares import Shares, apportion, most_entries
 from fusedcomp.sizing import count_at
 from fusedcomp.sparse import SparseExchange
@@ -203,7 +204,7 @@ def test_every_step_sends_exactly_k_in_payloads_that_are_kept() -> None:
         assert all(exchange.buffers.layout.k == exchange.selection.k for exchange in exchanges_of(optimizer))
         for number, buffers in enumerate(payloads):
             if kept and buffers is not kept[number]:
-                assert ages[number] >= Shares.LAG
+                assert ages[number] >= LAG
                 ages[number] = 0
             ages[number] = ages.get(number, 0) + 1
         kept = payloads
@@ -356,7 +357,7 @@ def _void_steps(rank: int, world: int) -> None:
             assert all(map(torch.equal, weights, before))
             assert int(shares.model_key) == key
         # What this step will teach in eight more.
-        assert (shares._counts(number % Shares.LAG) == []) == (number % 5 == 3)
+        assert (shares._counts(number % LAG) == []) == (number % 5 == 3)
     assert optimizer.skipped == 8
     told = ([w.detach().numpy().tobytes() for w in weights], shares.weights)
     assert all(other == told for other in _gathered(told))
