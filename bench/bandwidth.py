@@ -3,6 +3,8 @@
 twin        velocity <- velocity + gradient (+ param);    residual <- residual + velocity    additions keep loads alive
 accumulate  velocity <- m * velocity + gradient (+ wd * param);  residual <- residual + velocity    without selection
 
+Without a velocity there is no memory: residual <- gradient (+ param), scratch that only what packs reads.
+
 What the pass takes longer than the twin is arithmetic, not memory; what the whole of compress takes longer than
 accumulate is the price of the selection. States of 16 bits are bfloat16, cut off when stored.
 """
@@ -53,7 +55,8 @@ def _bandwidth_twin_kernel(
     velocity_ptr, residual_ptr,  # in-out
     counts_ptr, marks_ptr,  # out
     momentum, weight_decay, num_segments,
-    HAS_DECAY: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_MEMORY: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HALF: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment = tl.load(block_table_ptr + 2 * block)
@@ -61,16 +64,19 @@ def _bandwidth_twin_kernel(
     extent = tl.load(numel_ptr + segment) - start
     index = block * BLOCK + tl.arange(0, BLOCK)
     grad = _load_block(tl.load(address_ptr + segment), start, extent, BLOCK)
-    residual = _load_state(residual_ptr + index, HALF)
-    velocity = _load_state(velocity_ptr + index, HALF)
     if HAS_DECAY:
         param = _load_block(tl.load(address_ptr + num_segments + segment), start, extent, BLOCK)
         grad = grad + (weight_decay * param if HAS_MOMENTUM else param)
-    if HAS_MOMENTUM:
-        velocity = momentum * velocity
-    velocity = velocity + grad
-    _store_state(velocity_ptr + index, velocity, HALF)
-    _store_state(residual_ptr + index, residual + velocity, HALF)
+    residual = grad
+    if HAS_MEMORY:
+        residual = _load_state(residual_ptr + index, HALF)
+        velocity = _load_state(velocity_ptr + index, HALF)
+        if HAS_MOMENTUM:
+            velocity = momentum * velocity
+        velocity = velocity + grad
+        _store_state(velocity_ptr + index, velocity, HALF)
+        residual = residual + velocity
+    _store_state(residual_ptr + index, residual, HALF)
     tl.store(counts_ptr + block, extent)
     tl.store(marks_ptr + block * WORDS + tl.arange(0, WORDS), tl.zeros((WORDS,), tl.int32))
 
@@ -78,7 +84,7 @@ def _bandwidth_twin_kernel(
 def move(
     segments: Segments,
     operands: Operands,
-    velocity: Tensor,  # in-out: f32, or the bits of bf16 as i16 (padded,)
+    velocity: Tensor | None,  # in-out: f32, or the bits of bf16 as i16 (padded,); None without memory
     residual: Tensor,  # in-out: of the same type (padded,)
     counts: Tensor,  # out: integers (blocks,)
     marks: Tensor,  # out: i32 (blocks, WORDS)
@@ -96,7 +102,7 @@ def move(
 def move_by_kernel(
     segments: Segments,
     operands: Operands,
-    velocity: Tensor,
+    velocity: Tensor | None,
     residual: Tensor,
     counts: Tensor,
     marks: Tensor,
@@ -109,28 +115,30 @@ def move_by_kernel(
         velocity, residual,
         counts, marks,
         momentum or 0.0, weight_decay, len(segments.numels),
-        HAS_DECAY=weight_decay != 0.0, HAS_MOMENTUM=momentum is not None, HALF=velocity.dtype != torch.float32,
-        WORDS=WORDS, BLOCK=BLOCK,
+        HAS_MEMORY=velocity is not None, HAS_DECAY=weight_decay != 0.0, HAS_MOMENTUM=momentum is not None,
+        HALF=residual.dtype != torch.float32, WORDS=WORDS, BLOCK=BLOCK,
     )  # fmt: skip
 
 
 def move_in_torch(
     slices: Sequence[slice],
     operands: Operands,
-    velocity: Tensor,
+    velocity: Tensor | None,
     residual: Tensor,
     momentum: float | None,
     weight_decay: float,
 ) -> None:
     """The same on a CPU, where no figure means anything."""
     for where, grad, param in zip(slices, operands.grads, operands.params, strict=True):
-        v, r = (values(state)[where] for state in (velocity, residual))
         assert grad is not None
         step = memory_order(grad)
         if weight_decay:
             step = step + memory_order(param) * (1.0 if momentum is None else weight_decay)
-        v.mul_(1.0 if momentum is None else momentum).add_(step)
-        r.add_(v)
+        r = values(residual)[where]
+        if velocity is None:
+            r.copy_(step)
+        else:
+            r.add_(values(velocity)[where].mul_(1.0 if momentum is None else momentum).add_(step))
 
 
 def values(state: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ SECTIONS = (
     Section(
         "Every method",
         "The compress side, from gradients to payload, of SGD with momentum correction: milliseconds of the device, "
-        "least traffic of an element (gradient read, two fp32 states read and written); and the time against the pass "
-        "that selects nothing.",
+        "least traffic of an element (gradient read, two fp32 states read and written; of what is drawn, which has no "
+        "memory, one scratch written); and the time against the pass that selects nothing.",
         (sections_methods.table,),
     ),
     Section(

@@ -10,6 +10,7 @@ WORDS = {
     "block_topk": "BlockTopK(0.001)",
     "cat": "CAT(PacketCost())",
     "cat_quantized": "the same, signs",
+    "cat_stochastic": "the same, drawn",
     "threshold": "Threshold, of TopK's own threshold",
     "randomk": "RandomK(0.001)",
 }
