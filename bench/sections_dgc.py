@@ -2,9 +2,9 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from book import Book, Key, Record, markdown, origin
+from book import Book, Key, Record, markdown, origin, run_of
 
 
 class Pair(NamedTuple):
@@ -41,11 +41,27 @@ ORDER = (
 )  # fmt: skip
 
 
-def runs(book: Book, pair: Pair, provider: str, steps: int) -> list[Record]:
-    """One for each seed, of trainings of so many steps."""
-    return book.series(
-        pair.case, Key(pair.bench, provider, pair.metric, (("steps", steps), ("final_lr", pair.final_lr))), "seed"
-    )
+def runs(book: Book, pair: Pair, provider: str, steps: int, beside: Sequence[Record] = ()) -> list[Record]:
+    """One for each seed, of trainings of so many steps; of several learning rates the one that validation prefers.
+
+    beside: take those of the same command, if there are any: they had as much of the machine.
+    """
+
+    def series(*fields: tuple[str, Any]) -> list[Record]:
+        fields = (("steps", steps), ("final_lr", pair.final_lr), *fields)
+        return book.series(pair.case, Key(pair.bench, provider, pair.metric, fields), "seed")
+
+    if beside and (same := series(("command", beside[0]["command"]))):
+        return same
+
+    newest = series()
+    if not newest or newest[0].get("validation") is None:
+        return newest
+    rates = {row["lr"] for row in rows_of(book, pair) if row["provider"] == provider and row["steps"] == steps}
+    tried = [rows for lr in sorted(rates) if (rows := series(("lr", lr))) and run_of(rows[0]) == run_of(newest[0])]
+    whole = [rows for rows in tried if len(rows) == len(newest)]
+    best = max if pair.metric == "test_accuracy" else min
+    return best(whole, key=lambda rows: mean(rows, "validation"), default=newest)
 
 
 def rows_of(book: Book, pair: Pair) -> list[Record]:
@@ -63,7 +79,8 @@ def dgc(book: Book) -> str | None:
     """Quality and bytes of dense training and of the recipe."""
     lines, used = [], []
     for pair, steps in [(each, steps) for each in PAIRS for steps in each.lengths or newest(book, each)]:
-        dense, ours = runs(book, pair, "dense", steps), runs(book, pair, pair.ours, steps)
+        ours = runs(book, pair, pair.ours, steps)
+        dense = runs(book, pair, "dense", steps, ours)
         if min(len(dense), len(ours)) < LEAST_SEEDS:
             continue
         used += dense + ours
@@ -82,7 +99,7 @@ def dgc(book: Book) -> str | None:
     note = (
         "Mean and standard deviation over seeds. Bytes are those that one rank hands to collectives, of the whole "
         "model, uncompressed parameters included: per step at the end, and over the run with its warm-up. Times are of "
-        "runs that share their GPUs with others, over NVLink: no measure of speed. "
+        "runs that share their GPUs with others: no measure of speed. "
         f"{origin(used)}"
     )
     return markdown(header, lines, words=2) + "\n\n" + note
@@ -103,13 +120,15 @@ def _ablation(book: Book, pair: Pair) -> str | None:
         return None
     sign = 100.0 if pair.metric == "test_accuracy" else 1.0
     lines = []
-    for rows in sorted(found.values(), key=lambda rows: ORDER.index(rows[0]["provider"])):
+    shorter = [rows for each in sorted(providers) if each < steps and (rows := runs(book, pair, "dense", each))]
+    for rows in [*sorted(found.values(), key=lambda rows: ORDER.index(rows[0]["provider"])), *shorter]:
         behind = sign * (mean(rows, "value") - mean(found[pair.ours], "value"))
         lines.append([
-            rows[0]["title"], f"{rows[0]['lr']:g}", quality(rows), f"{behind:+.2f}" if sign > 1 else f"{behind:+.3f}",
+            rows[0]["title"] + ("" if rows[0]["steps"] == steps else f", {rows[0]['steps']} steps"),
+            f"{rows[0]['lr']:g}", quality(rows), f"{behind:+.2f}" if sign > 1 else f"{behind:+.3f}",
             f"{ratio(rows):.0f}x", f"{ratio_at_end(rows):.0f}x",
         ])  # fmt: skip
-    used = [row for rows in found.values() for row in rows]
+    used = [row for rows in (*found.values(), *shorter) for row in rows]
     one = found[pair.ours][0]
     clipped = f", clipped to {one['max_grad_norm']:g}" if one["max_grad_norm"] else ""
     note = (

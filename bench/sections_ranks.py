@@ -258,14 +258,14 @@ def _language(book: Book, case: str, steps: int, final_lr: float) -> str:
             f"{first['bytes_dense'] / first['bytes_sent']:.1f}x",
         ])  # fmt: skip
     used = [row for rows in runs.values() for row in rows]
-    one = used[0]
+    one, chosen = used[0], "; or ".join(dict.fromkeys(row["lr_chosen_by"] for row in used))
     dropout = f", dropout {one['dropout']:g}" if one.get("dropout") else ""
     note = (
         f"AdamW, a GPT of {one['parameters'] / 1e6:.2f} M parameters on {one['case'].title()}'s plays, character by "
         f"character; {one['steps']} steps, at the end of which the rate is {final_lr:g} of what it was, "
         f"{one['world_size']} ranks of {one['batch_per_rank']} windows of {one['context']}{dropout}; "
         f"{len({r['seed'] for r in used})} seeds, mean and standard deviation; training loss of the last tenth; bytes "
-        f"of the whole run. Learning rate: {one['lr_chosen_by']}. {origin(used)}"
+        f"of the whole run. Learning rate: {chosen}. {origin(used)}"
     )
     header = ["", "lr", "betas", "test loss, nats per character", "against dense", "training loss", "fewer bytes"]
     return markdown(header, lines) + "\n\n" + note

@@ -271,7 +271,10 @@ def test_dense_beside_the_recipe_and_what_each_part_is_worth(tmp_path: Path) -> 
         for provider, value in (("dense", 0.93), ("topk", 0.9), ("topk_no_masking", 0.8))
         for seed in range(seeds)
     ]
-    rows.append(record("ablation", "resnet", "topk_lars", 0.99, "test_accuracy", seed=0, **more | {"steps": 7}))
+    rows += [
+        record("ablation", "resnet", provider, value, "test_accuracy", seed=0, **more | {"steps": 7})
+        for provider, value in (("topk_lars", 0.99), ("dense", 0.77))
+    ]
     book = book_of(tmp_path / "r", *rows)
     headline = sections_dgc.dgc(book)
     assert headline is not None
@@ -283,5 +286,26 @@ def test_dense_beside_the_recipe_and_what_each_part_is_worth(tmp_path: Path) -> 
     assert "| a row | 0.1 | 91.00 ± 1.00 % | +0.00 | 400x | 100x |" in images
     assert "| 81.00 ± 1.00 % | -10.00 |" in images
     assert "99.00" not in images  # of another length
+    assert "| a row, 7 steps | 0.1 | 77.00 % | -14.00 |" in images  # but dense in less time
     assert "| 0.935 ± 0.007 | +0.030 |" in characters
     assert sections_dgc.dgc(book_of(tmp_path / "none")) is None
+
+
+def test_of_several_learning_rates_the_one_that_validation_prefers(tmp_path: Path) -> None:
+    """And dense from the same command, where it is."""
+    rows = [
+        record(
+            "ablation", "lstm", provider, loss, "test_loss", seed=seed, lr=lr, validation=validation, steps=20,
+            command=command,
+        )
+        for seed in range(2)
+        for provider, lr, validation, loss, command in (
+            ("topk", 4, 1.2, 1.0, "a"), ("dense", 4, 1.1, 0.9, "a"), ("topk", 8, 1.3, 0.8, "b"),
+            ("dense", 8, 1.0, 0.7, "b"),
+        )
+    ]  # fmt: skip
+    book, pair = book_of(tmp_path, *rows), sections_dgc.PAIRS[1]
+    ours = sections_dgc.runs(book, pair, "topk", 20)
+    assert [(row["lr"], row["value"], row["seed"]) for row in ours] == [(4, 1.0, 0), (4, 1.0, 1)]
+    assert {row["value"] for row in sections_dgc.runs(book, pair, "dense", 20)} == {0.7}
+    assert {row["value"] for row in sections_dgc.runs(book, pair, "dense", 20, ours)} == {0.9}
