@@ -49,7 +49,7 @@ METHODS = (
     train.Method("topk0.01_decoupled", "SGD + TopK(0.01), decoupled decay", 0.2, TopK(density=0.01), decay="decoupled"),
     train.Method("jointspar0.7", "dense SGD, JointSpar at 0.7", 0.1, Identity(), budget=0.7),
 )
-GRID = (0.05, 0.1, 0.2, 0.4)
+GRID = (0.025, 0.05, 0.1, 0.2, 0.4)
 MARGIN = 1.0  # points of mean test accuracy that a compressed method may lie below dense
 
 Run = tuple[train.Job, train.Outcome]

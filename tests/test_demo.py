@@ -33,7 +33,7 @@ def demo(*arguments: object, cwd: Path, **env: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """A run of 6 of the 15 epochs, and where it was."""
+    """A run of 6 of the 30 epochs, and where it was."""
     for extra in ("rich", "sklearn", "matplotlib"):
         pytest.importorskip(extra)
     folder = tmp_path_factory.mktemp("demo")

@@ -22,7 +22,7 @@ class Length(NamedTuple):
 
 
 # A run is long enough to converge, and all three together take less than three minutes on two cores.
-DATASETS = {"digits": Length(epochs=15, batch=32), "fashion-mnist": Length(epochs=2, batch=64)}
+DATASETS = {"digits": Length(epochs=30, batch=32), "fashion-mnist": Length(epochs=2, batch=64)}
 
 
 class DemoError(Exception):
