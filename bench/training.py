@@ -47,6 +47,10 @@ METHODS = (
         "random0.25_unbiased", "SGD + RandomK(0.25), unbiased", 0.05, RandomK(density=0.25), memory=NoMemory()
     ),
     train.Method("topk0.01_decoupled", "SGD + TopK(0.01), decoupled decay", 0.2, TopK(density=0.01), decay="decoupled"),
+    train.Method("topk0.01_sampled", "SGD + TopK(0.01), sampled", 0.2, TopK(density=0.01, selection="sampled")),
+    train.Method("topk0.01_sidco", "SGD + TopK(0.01), SIDCo", 0.2, TopK(density=0.01, selection="sidco")),
+    train.Method("topk0.01_tree", "SGD + TopK(0.01), tree", 0.2, TopK(density=0.01, collective="tree")),
+    train.Method("topk0.01_split", "SGD + TopK(0.01), split", 0.2, TopK(density=0.01, collective="split")),
     train.Method("jointspar0.7", "dense SGD, JointSpar at 0.7", 0.1, Identity(), budget=0.7),
 )
 GRID = (0.025, 0.05, 0.1, 0.2, 0.4)
