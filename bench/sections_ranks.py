@@ -208,6 +208,7 @@ def _training(book: Book, case: str) -> str | None:
             name,
             f"{first['lr']:g}",
             f"{mean:.2f} ± {deviation:.2f} %" if len(rows) > 1 else f"{mean:.2f} %",
+            _against(rows, runs.get(METHODS["dense"], [])),
             f"{first['bytes_sent'] / 1e6:.2f} MB",
             f"{first['bytes_dense'] / first['bytes_sent']:.1f}x",
         ])  # fmt: skip
@@ -216,9 +217,20 @@ def _training(book: Book, case: str) -> str | None:
     note = (
         f"{one['dataset']}, a CNN of {one['parameters']} parameters, {one['epochs']} epochs, {one['world_size']} ranks "
         f"of {one['batch_per_rank']} images; {len({r['seed'] for r in used})} seeds, mean and standard deviation. "
-        f"{origin(used)}"
+        f"Against dense: the mean over seeds, in points, and its standard error. {origin(used)}"
     )
-    return markdown(["", "lr", "test accuracy", "sent per rank", "ratio, whole model"], lines) + "\n\n" + note
+    header = ["", "lr", "test accuracy", "against dense", "sent per rank", "ratio, whole model"]
+    return markdown(header, lines) + "\n\n" + note
+
+
+def _against(rows: Sequence[Record], dense: Sequence[Record]) -> str:
+    """Seed by seed: a seed's initial weights and order of images are the same for both."""
+    other = {row["seed"]: row["value"] for row in dense}
+    differences = [100 * (row["value"] - other[row["seed"]]) for row in rows if row["seed"] in other]
+    if rows is dense or len(differences) < 2:
+        return "-"
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.mean(differences):+.2f} ± {error:.2f}"
 
 
 LANGUAGE = {

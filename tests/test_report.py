@@ -258,6 +258,28 @@ def test_language_models_by_method(tmp_path: Path) -> None:
     assert "2.00 M parameters on Shakespeare's plays" in table
 
 
+def test_accuracy_against_dense_is_taken_seed_by_seed(tmp_path: Path) -> None:
+    """Seeds that differ by 10 points, and a method that is 1, 2 and 3 behind: its error has nothing of the 10."""
+    more = {
+        "lr": 0.1, "bytes_sent": 10, "bytes_dense": 4000, "dataset": "digits", "parameters": 5, "epochs": 3,
+        "world_size": 2, "batch_per_rank": 4,
+    }  # fmt: skip
+    rows = [
+        record(
+            "training", "digits", provider, 0.7 + seed / 10 - behind * (seed + 1), "test_accuracy", seed=seed, **more
+        )
+        for provider, behind in (("dense", 0.0), ("topk0.01", 0.01))
+        for seed in range(3)
+    ]
+    table = sections_ranks.training(book_of(tmp_path, *rows))
+    assert table is not None
+    assert "| dense SGD | 0.1 | 80.00 ± 10.00 % | - | 0.00 MB | 400.0x |" in table
+    assert "| SGD + TopK(0.01) | 0.1 | 78.00 ± 9.00 % | -2.00 ± 0.58 |" in table
+    alone = sections_ranks.training(book_of(tmp_path / "alone", *rows[3:]))
+    assert alone is not None
+    assert "78.00 ± 9.00 % | - |" in alone
+
+
 def test_dense_beside_the_recipe_and_what_each_part_is_worth(tmp_path: Path) -> None:
     """Of the lengths that are compared; the ablation is of the one that most methods were trained for."""
     more = {
