@@ -79,9 +79,10 @@ class Merger:
             exchange.histograms, exchange.bounds, self.near, exchange.near_counts, exchange.tickets, self.least,
             self.keys, self.flag,
         )  # fmt: skip
+        starts = out.starts[0, : segments.num_pages + 1]  # a payload may have room for more pages
         refine.pack_payload(
             segments, exchange.bucket.operands, self.keys, self.indices, self.offsets, self.least, None, vector,
-            self.flag, self.seed, None, self.packed, out.starts[0], out.indices[0], out.values[0], out.header[0],
+            self.flag, self.seed, None, self.packed, starts, out.indices[0], out.values[0], out.header[0],
         )  # fmt: skip
         exchange.ops.merge.keep_rest(
             segments, rows.starts, rows.indices, exchange.shared.parity, vector, residuals, place=place, places=places

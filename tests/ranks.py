@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", 
 def _main(rank: int, world: int, store: str, out: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1000 + rank)
+    warnings.filterwarnings("error", message="An output with one or more elements was resized")
     try:
         timeout = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)

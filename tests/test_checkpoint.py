@@ -210,7 +210,18 @@ def test_checkpoints_without_a_step_are_told_apart(make: object, missing: str | 
 
 
 def test_another_world_size_is_reported() -> None:
-    saved = SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01)).state_dict()
+    """Momentum is taken up. What waited on the other ranks is gone, so that of this one starts from zero as well."""
+    models = [net(), net()]
+    first, second = (SGD(m.parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01)) for m in models)
+    advance(models[0], first, 0, 0, 3)
+    saved = first.state_dict()
     saved["param_groups"][0]["fusedcomp"]["world_size"] = 8
     with pytest.warns(UserWarning, match="rank 0 of 8"):
-        SGD(small().parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.01)).load_state_dict(saved)
+        second.load_state_dict(saved)
+    waited = 0
+    for old, new in zip(*(m.parameters() for m in models), strict=True):
+        for name, state in first.state[old].items():
+            taken = second.state[new][name]
+            waited += name == "residual" and int(state.any())
+            assert torch.equal(taken, torch.zeros_like(state) if name == "residual" else state)
+    assert waited

@@ -319,6 +319,7 @@ def _foreign_file(rank: int, world: int) -> list[str]:
     messages = [str(w.message) for w in caught]
     kept = residuals(state)
     assert len(kept) == (2 if rank == 0 else 0)
+    assert all(residual.any() for residual in kept.values())
     wrong = copy.deepcopy(mine)
     wrong["state"]["6.weight"]["residual"] = torch.zeros(3)
     messages.append(message_of(lambda: state.load_state_dict(wrong)))

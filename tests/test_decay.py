@@ -41,6 +41,28 @@ def test_decay_does_not_depend_on_what_is_sent(compressor: Any, nesterov: bool, 
         torch.testing.assert_close(param.double(), value, rtol=1e-5, atol=1e-8)
 
 
+def _decayed(rank: int, world: int, place: str) -> bytes:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64))
+    optimizer = SGD(
+        [weight], lr=0.05, momentum=0.9, weight_decay=0.1, decay=place, compressor=TopK(0.05), max_grad_norm=1e-3
+    )
+    for _ in range(5):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    return weight.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_decay_knows_neither_ranks_nor_clipping(place: str) -> None:
+    """DGC invariant 7. That it is what the formula has, the test above says."""
+    torch.manual_seed(0)
+    before = torch.randn(64, 64).numpy().tobytes()
+    (alone,), several = run(_decayed, 1, place), run(_decayed, 3, place)
+    assert {alone, *several} == {alone}
+    assert alone != before
+
+
 def test_decoupled_is_the_l2_penalty_without_momentum() -> None:
     """Without momentum the three agree where everything is sent, to rounding."""
     models = [net() for _ in range(4)]

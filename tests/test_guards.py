@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fusedcomp import SGD, TopK
+from fusedcomp import SGD, MomentumCorrection, TopK
 from guarded import CONFIGS, IDS, build, flat_state, step
 from ranks import average_gradients, batch, digest, loss_of, message_of, net, run, train
 
@@ -32,9 +32,12 @@ def test_clip_of_the_model_is_clip_grad_norm_on_one_rank(config: dict[str, Any])
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
 
-def _local_clip(rank: int, world: int, scope: str) -> bool:
+def _local_clip(rank: int, world: int, scope: str, compressed: bool) -> bool:
     mine, theirs = net(), net()
-    ours = SGD(mine.parameters(), lr=0.05, momentum=0.9, max_grad_norm=0.2, clip_scope=scope, bucket_cap_mb=100.0)
+    settings = {"lr": 0.05, "momentum": 0.9, "max_grad_norm": 0.2, "clip_scope": scope, "bucket_cap_mb": 100.0}
+    if compressed:  # everything is sent, through the whole of the compress side
+        settings |= {"compressor": TopK(1.0), "memory": MomentumCorrection(masking=False), "_always_sparse": True}
+    ours = SGD(mine.parameters(), **settings)
     reference = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
     for number in range(4):
         step(mine, ours, rank, number)
@@ -50,9 +53,12 @@ def _local_clip(rank: int, world: int, scope: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("scope", ["model", "bucket", "tensor"])
-def test_every_rank_clips_its_own_gradient(scope: str) -> None:
-    assert all(run(_local_clip, 2, scope))
+@pytest.mark.parametrize(
+    ("scope", "compressed"),
+    [("model", False), ("bucket", False), ("tensor", False), ("model", True), ("tensor", True)],
+)
+def test_every_rank_clips_its_own_gradient(scope: str, compressed: bool) -> None:
+    assert all(run(_local_clip, 2, scope, compressed))
 
 
 def test_clipping_by_bucket_and_tensor_overlaps_and_by_model_does_not() -> None:

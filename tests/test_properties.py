@@ -92,6 +92,14 @@ def test_topk_is_a_contraction(density, seed) -> None:
     assert float(kept.abs().max()) <= float(sent[sent != 0].abs().min())
 
 
+@given(density=st.floats(1e-3, 1.0), seed=seeds)
+def test_equal_magnitudes_meet_the_bound(density, seed) -> None:
+    weight, optimizer, exchange = stepper((50, 50), TopK(density), Residual(), 0.0)
+    weight.grad = torch.randn(50, 50, generator=torch.Generator().manual_seed(seed)).sign()
+    optimizer.step()
+    assert float(exchange.residual.square().sum()) == 2500 - exchange.buffers.layout.k
+
+
 @given(segments=st.integers(1, 200), pages=st.integers(1, 50), k=st.integers(1, 5000), norms=st.booleans(), wire=wires)
 def test_payload_layout(segments, pages, k, norms, wire) -> None:
     """Fields do not overlap, are in order, and add up to the bytes sent."""

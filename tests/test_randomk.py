@@ -1,5 +1,6 @@
 """RandomK: which entries are drawn, that nothing is lost, that the expectation is the gradient, what travels."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -50,6 +51,22 @@ def test_every_element_has_its_chance() -> None:
     counts = Counter(int(i) for step in range(4000) for i in drawn_at(strata, step))
     assert len(counts) == 300
     assert max(abs(count - 400) for count in counts.values()) < 5 * 19
+
+
+@pytest.mark.parametrize("density", [0.1, 0.3, 0.6])
+def test_what_is_expected_to_stay(density: float) -> None:
+    """E|x - C(x)|^2: of every part all but one. With equal parts it is 1 - k/n of the whole."""
+    strata, steps = strata_table(density, Segments.build([3200], torch.device("cpu"))), 2000
+    sizes = torch.repeat_interleave(strata[:, 1], strata[:, 1]).double()
+    squares = torch.randn(3200, generator=torch.Generator().manual_seed(0)).double().square()
+    left = torch.full((3200,), float(steps), dtype=torch.float64)
+    for step in range(steps):
+        left[drawn_at(strata, step)] -= 1.0
+    stays, expected = float((left / steps * squares).sum()), float(((1 - 1 / sizes) * squares).sum())
+    assert stays == pytest.approx(expected, rel=0.02)
+    assert expected <= (1 - 1 / math.ceil(3200 / len(strata))) * float(squares.sum()) * (1 + 1e-12)
+    if density == 0.1:
+        assert expected == pytest.approx((1 - density) * float(squares.sum()), rel=1e-12)
 
 
 @pytest.mark.parametrize("unbiased", [False, True])

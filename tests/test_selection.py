@@ -11,10 +11,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import fusedcomp
-from fusedcomp import MomentumCorrection, Residual, TopK
+from fusedcomp import MomentumCorrection, NoMemory, Residual, TopK
 from fusedcomp.sizing import count_at, num_samples, plan_selection
 from fusedcomp.sparse import SparseExchange
 from ranks import message_of, run
+from steppers import sent_by, stepper
 
 STEPS = 1000
 SPIKE, SHRINK, RESUME = 400, 600, 800
@@ -230,3 +231,19 @@ def test_sampled_sends_at_most_k_and_seldom_less() -> None:
             assert sent >= 0.8 * k
             steps += 1
     assert short / steps < 0.05
+
+
+def test_of_too_many_that_pass_a_sampled_threshold_the_largest_are_sent() -> None:
+    """DGC's hierarchical re-selection: not those with the lowest addresses."""
+    weight, optimizer, exchange = stepper((400, 250), TopK(0.01, selection="sampled"), NoMemory(), 0.0)
+    generator, crowded = torch.Generator().manual_seed(0), 0
+    for _ in range(20):
+        weight.grad = torch.randn(400, 250, generator=generator)
+        magnitudes = weight.grad.view(-1).abs().clone()
+        optimizer.step()
+        sent = sent_by(exchange)[: weight.numel()] != 0
+        if int(optimizer.metrics()["candidates"]) > 1000:
+            crowded += 1
+            assert int(sent.sum()) == 1000
+            assert magnitudes[sent].min() >= magnitudes[~sent].max()
+    assert crowded > 10

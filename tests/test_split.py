@@ -14,7 +14,7 @@ from fusedcomp.kernels.reference.keys import selection_key, tie_hash
 from fusedcomp.kernels.segments import PAGE, Segments
 from fusedcomp.sizing import count_at
 from fusedcomp.split import SplitExchange
-from fusedcomp.wire import Split, split_is_dearer
+from fusedcomp.wire import PayloadLayout, Split, payloads_received, split_is_dearer, split_layouts
 from ranks import run
 
 SHAPES = ((200, 1001), (33, 77))  # three pages and a bit, and a segment in the last
@@ -96,6 +96,20 @@ class Simulated:
             velocity[mine & applied] = 0.0
         self.step += 1
         return outcome
+
+
+@pytest.mark.parametrize("k", [6554, 327_680])
+@pytest.mark.parametrize("world", [*range(2, 10), 16, 32])
+def test_which_collective_moves_least(world: int, k: int) -> None:
+    """What docs/algorithms/sparse-collectives.md says of 100 pages; and Ok-Topk's bound, 6 k (W - 1) / W words."""
+    payload = PayloadLayout(20, 100, k, with_norms=False, wire_dtype=torch.float32).nbytes
+    _, piece, share = split_layouts(20, 100, k, torch.float32, False, world)
+    split = (world - 1) * (piece.nbytes + share.nbytes)
+    gather, tree = ((payloads_received(how, world) * payload) for how in ("gather", "tree"))
+    assert (tree < gather) == (world == 4 or world >= 6)
+    assert (tree < split) == (world in (2, 4))
+    assert world == 3 or (split < gather) == (world > 3)  # of three it is a header, more or less
+    assert split < 24 * k * (world - 1) / world
 
 
 def _simulated(rank: int, world: int, momentum: float, crowded: bool, options: dict[str, Any]) -> tuple[int, int]:
