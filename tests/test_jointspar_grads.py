@@ -17,7 +17,20 @@ import torch.distributed as dist
 from torch import nn
 
 import ranks
-from fusedcomp import LARS, SGD, BlockTopK, GradScaler, Identity, NoMemory, RandomK, Residual, TopK
+from fusedcomp import (
+    CAT,
+    LARS,
+    SGD,
+    AffineCost,
+    BlockTopK,
+    GradScaler,
+    Identity,
+    NoMemory,
+    RandomK,
+    Residual,
+    Threshold,
+    TopK,
+)
 from fusedcomp.bandit import Bandit
 from fusedcomp.compressors import Compressor
 from fusedcomp.jointspar import JointSpar
@@ -41,6 +54,11 @@ CASES: dict[str, Callable[..., SGD | LARS]] = {
     ),
     "blocks": functools.partial(SGD_, compressor=BlockTopK(0.05)),
     "random": functools.partial(SGD_, compressor=RandomK(0.25), memory=NoMemory()),
+    "threshold": functools.partial(SGD_, compressor=Threshold(0.01), **SMALL),
+    **{
+        f"cat, {variant}": functools.partial(SGD_, compressor=CAT(AffineCost(fixed=100.0), variant=variant), **SMALL)
+        for variant in ("sparse", "sparse_quantized", "stochastic")
+    },
     "lars": functools.partial(LARS, lr=0.5, weight_decay=1e-2),
     "lars, topk": functools.partial(LARS, lr=0.5, weight_decay=1e-2, compressor=TopK(0.05), **SMALL),
     **{
