@@ -96,3 +96,9 @@ def omegas(values: Tensor) -> np.ndarray:
             r += 1
         found.append(squares[-1] / (squares[r] + rest[r] ** 2 / (expected - r)))
     return np.array([*found, 1.0])
+
+
+def guaranteed(values: Tensor) -> np.ndarray:
+    """omega of k = 1, 2, ... entries that are drawn: of k - 1 by independent draws; of one there is none."""
+    omega = omegas(values)
+    return np.concatenate([[0.0], omega[:-2], [1.0]]) if len(omega) > 1 else omega

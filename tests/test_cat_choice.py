@@ -41,21 +41,6 @@ def test_the_rate_is_nearly_the_best_where_magnitudes_are_spread(kind: str, fixe
     assert rates[chosen(values, terms) - 1] >= (0.98 if fixed else BOUND) * rates.max()
 
 
-@given(kind=KINDS, numel=st.integers(1, 3 * BLOCK), seed=seeds)
-def test_what_alpha_is(kind: str, numel: int, seed: int) -> None:
-    """Invariant 1, of the oracle: in (0, 1], rising, concave, at least T / d, 1 at d."""
-    values = values_of(kind, numel, seed)
-    if not values.any():
-        return
-    alpha = alphas(values)
-    assert alpha[0] > 0
-    assert alpha[-1] == 1.0
-    gains = np.diff(alpha, prepend=0.0)
-    assert (gains >= 0).all()
-    assert (np.diff(gains) <= 1e-12).all()
-    assert (alpha >= np.arange(1, numel + 1) / numel - 1e-12).all()
-
-
 @given(kind=KINDS, numel=st.integers(1, 2 * BLOCK), seed=seeds, terms=AFFINE | PACKETS, power=st.integers(-60, 60))
 def test_scale_sign_and_order_do_not_matter(kind: str, numel: int, seed: int, terms: Terms, power: int) -> None:
     """Invariant 2: T does not depend on the norm; to the bit for powers of two, which move no value in its bin."""
