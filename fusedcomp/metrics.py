@@ -1,7 +1,8 @@
 """Metrics: what the last step did, over all buckets, as device tensors. Nothing here asks the device for a value.
 
-Between backward and step ``bytes_sent`` already counts launched buckets with the new step; ``nonfinite`` is a running
-count over all steps.
+``bytes_sent`` is of whole payloads: values, indices and headers together, and what pads them to the room that all ranks
+share. Entries alone are ``nnz``. Between backward and step it already counts launched buckets with the new step;
+``nonfinite`` is a running count over all steps.
 """
 
 from collections.abc import Sequence

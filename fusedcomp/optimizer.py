@@ -367,8 +367,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """What the last step did, as tensors on the parameters' device; asks the device for nothing.
 
         - ``bytes_dense``: what an all-reduce of the gradients, as DDP's, would be handed by this rank
-        - ``bytes_sent``: what this optimizer handed to the collectives, of two levels to those between nodes; between
-          ``backward()`` and ``step()`` buckets that were launched already count with the new step
+        - ``bytes_sent``: what this optimizer handed to the collectives, of two levels to those between nodes: values,
+          indices, headers, and what pads payloads to the room that all ranks share; between ``backward()`` and
+          ``step()`` buckets that were launched already count with the new step
         - ``bytes_intra``: of two levels: what it handed to those inside the node
         - ``nnz``: entries packed by this rank
         - ``candidates``: entries the selection looked at
