@@ -44,7 +44,7 @@ def test_an_optimizer_goes_back(name: str, first: int) -> None:
     for holder, state in zip((model, optimizer), saved, strict=True):
         holder.load_state_dict(state)
     ranks.train(model, optimizer, STEPS, first)
-    assert ranks.digest(model) == expected
+    assert len({expected, ranks.digest(model)}) == 1  # pytest would take minutes to tell them apart
 
 
 @pytest.mark.parametrize("first", [0, 3, 12, 13])
@@ -56,10 +56,11 @@ def test_a_sampler_goes_back(first: int) -> None:
     train(model, sampler, first)
     saved = states_of(model, optimizer, sampler)
     train(model, sampler, STEPS, first)
-    expected = ranks.digest(model), probabilities(sampler), active(sampler)
+    expected, drawn = ranks.digest(model), (probabilities(sampler), active(sampler))
     train(model, sampler, 5, OTHER_DATA)
     for holder, state in zip((model, optimizer, sampler), saved, strict=True):
         holder.load_state_dict(state)
     train(model, sampler, STEPS, first)
-    assert (ranks.digest(model), probabilities(sampler), active(sampler)) == expected
+    assert (probabilities(sampler), active(sampler)) == drawn
+    assert len({expected, ranks.digest(model)}) == 1
     assert probabilities(sampler) != [0.6] * 4
