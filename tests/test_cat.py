@@ -164,7 +164,7 @@ def test_rooms_follow_what_ranks_want(world: int) -> None:
 
 @room_for_all
 def _resumed(rank: int, world: int) -> bytes:
-    """A resume forgets the room, which matters only where it does not suffice."""
+    """Where rooms suffice: what an overflow leaves waiting is for the tests of rooms."""
     runs = run_and_resumed(rank, {"lr": 0.05, "momentum": 0.9, "compressor": CAT(AffineCost(fixed=100.0))})
     for number in range(12, 24):
         for each in runs:
