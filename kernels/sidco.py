@@ -4,7 +4,9 @@
 
 One stage aims at the whole ratio k / n; of M stages the first aims at a quarter, the others at equal ratios of what is
 left: each fits the tail that the last one has left. The fewest stages are taken with which the sampled entries that
-pass are within a fifth of those expected; where no number of stages comes that near, the one that comes nearest.
+pass are within a fifth of those expected; where no number of stages comes that near, the one that comes nearest. If
+fewer than half as many pass even there, magnitudes have no such tail (equal ones have none at all): the sampled
+threshold stands.
 
 Whole numbers throughout: sums are the same in any order.
 """
@@ -61,6 +63,7 @@ def _estimate_threshold_kernel(
     exponent = tl.maximum(tl.minimum(largest, _LARGEST) >> 23, 1)
 
     best = aim * 0
+    reached = best  # by how many samples
     nearest = best + 0x7FFFFFFFFFFFFFFF
     stages = best + 1
     while stages <= most:
@@ -82,12 +85,13 @@ def _estimate_threshold_kernel(
             stage += 1
         distance = tl.abs(passing - aim)
         best = tl.where(distance < nearest, threshold, best)
+        reached = tl.where(distance < nearest, passing, reached)
         nearest = tl.minimum(nearest, distance)
         stages = tl.where(5 * distance <= aim, most, stages) + 1
 
     # Back to the bits of a magnitude; what lies below the smallest exponent lets everything in.
     bits = best.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64) + ((exponent - (127 + 23 + _FRACTION)) << 23)
-    bits = tl.where(bits >> 23 > 0, tl.minimum(bits, _LARGEST), 0)
+    bits = tl.where((bits >> 23 > 0) & (2 * reached >= aim), tl.minimum(bits, _LARGEST), 0)
     if HALF:
         bits = bits & 0x7FFF0000
     tl.store(threshold_ptr + scope, tl.maximum(bits << 32, tl.load(threshold_ptr + scope)))
@@ -99,7 +103,7 @@ def estimate_threshold(
     aims: Tensor,  # i64 (scopes,), >= 1: the rank that the k-th key would have among the samples
     logs: Tensor,  # i64 (scopes,): LOG_ONE times the logarithm of n / k
     residual: Tensor,  # whose type the keys are of
-    thresholds: Tensor,  # in-out: i64 (scopes,): raised to the estimate
+    thresholds: Tensor,  # in-out: i64 (scopes,): raised to the estimate, if at least half of the aim reaches it
 ) -> None:
     """What a fitted distribution expects k entries to reach; no less than the sampled threshold."""
     launch(

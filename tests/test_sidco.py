@@ -135,6 +135,27 @@ def test_as_many_pass_as_the_paper_tolerates(kind: str, density: float) -> None:
         assert sum(passing) / len(passing) == pytest.approx(k, rel=0.1)
 
 
+@pytest.mark.parametrize("scope", ["bucket", "tensor"])
+@pytest.mark.parametrize("kind", ["equal", "narrow", "mask", "whole", "one larger"])
+def test_magnitudes_without_a_tail_are_sent_all_the_same(kind: str, scope: str) -> None:
+    """The same gradient in every step: the estimate lies above nearly all that waits, in every step."""
+    compressor = TopK(0.01, selection="sidco", scope=scope)
+    weight, optimizer, _ = stepper((256, 256), compressor, Residual(), 0.0)
+    generator, k = torch.Generator().manual_seed(0), count_at(0.01, 256 * 256)
+    signs = torch.randn(256, 256, generator=generator).sign()
+    gradient = {
+        "equal": signs,
+        "narrow": signs * (0.9 + 0.2 * torch.rand(256, 256, generator=generator)),
+        "mask": (torch.rand(256, 256, generator=generator) < 0.3).float(),
+        "whole": torch.randint(-8, 9, (256, 256), generator=generator).float(),
+        "one larger": torch.cat([torch.full((1, 1), 50.0), signs.view(-1, 1)[1:]]).view(256, 256),
+    }[kind]
+    for _ in range(12):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        assert k / 4 <= int(optimizer.metrics()["nnz"]) <= k
+
+
 # ---- what is sent --------------------------------------------------------------------------------------------------
 
 

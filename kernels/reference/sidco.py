@@ -21,15 +21,20 @@ def estimate_threshold(
         mantissa = (bits & 0x7FFFFF) + torch.where(bits >> 23 > 0, 0x800000, 0)
         magnitudes = (mantissa << _FRACTION) >> (exponent - own).clamp(0, 40)
         best = _in_stages(magnitudes, int(aims[scope]), int(logs[scope]))
+        if best is None:
+            continue
         found = int(torch.tensor(best, dtype=torch.int64).float().view(torch.int32))
         found += (exponent - (127 + 23 + _FRACTION)) << 23
         found = min(found, _LARGEST) & mask if found >> 23 > 0 else 0
         thresholds[scope] = max(found << 32, int(thresholds[scope]))
 
 
-def _in_stages(magnitudes: Tensor, aim: int, log: int) -> int:
-    """The threshold of the fewest stages that come within a fifth of the aim, or of those that come nearest."""
-    best, nearest = 0, 1 << 63
+def _in_stages(magnitudes: Tensor, aim: int, log: int) -> int | None:
+    """The threshold of the fewest stages that come within a fifth of the aim, or of those that come nearest.
+
+    None if fewer than half of the aim reach it.
+    """
+    best, reached, nearest = 0, 0, 1 << 63
     for stages in range(1, max(-(-log // _LOG_TWO), 1) + 1):
         threshold = 0
         for stage in range(stages):
@@ -37,9 +42,10 @@ def _in_stages(magnitudes: Tensor, aim: int, log: int) -> int:
             beyond = magnitudes[magnitudes >= threshold]
             if beyond.numel():
                 threshold += (int(beyond.sum()) // beyond.numel() - threshold) * ratio >> 16
-        distance = abs(int((magnitudes >= threshold).sum()) - aim)
+        passing = int((magnitudes >= threshold).sum())
+        distance = abs(passing - aim)
         if distance < nearest:
-            best, nearest = threshold, distance
+            best, reached, nearest = threshold, passing, distance
         if 5 * distance <= aim:
             break
-    return best
+    return best if 2 * reached >= aim else None
