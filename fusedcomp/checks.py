@@ -176,8 +176,8 @@ def settings(given: Mapping[str, Any]) -> None:
         )
 
 
-def group(group: Mapping[str, Any], name: str, states: torch.dtype) -> None:
-    """Check the numbers and records of one param group."""
+def group(group: Mapping[str, Any], name: str, states: torch.dtype, *, is_new: bool) -> None:
+    """Check the numbers and records of one param group; of one in use a schedule may have taken the momentum to 0."""
     for argument in _CONSTRUCTOR_ONLY:
         if argument in group:
             raise ValueError(
@@ -193,7 +193,7 @@ def group(group: Mapping[str, Any], name: str, states: torch.dtype) -> None:
             raise ValueError(f"{name}: a tensor lr must have one element, got shape {tuple(lr.shape)}")
     elif not is_number(lr) or not lr >= 0:
         raise ValueError(f"{name}: lr must be >= 0, got {lr!r}")
-    momenta(name, group["momentum"], group["nesterov"])
+    momenta(name, group["momentum"], group["nesterov"] and is_new)
     for argument in ("weight_decay", "eps"):
         if not group.get(argument, 0.0) >= 0.0:
             raise ValueError(f"{name}: {argument} must be >= 0, got {group[argument]!r}")

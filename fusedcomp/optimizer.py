@@ -70,7 +70,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 super().add_param_group(param_group)
                 group = self.param_groups[-1]
                 self._resolve(group)
-                self._check(group)
+                self._check(group, is_new=True)
                 checks.parameters([p for g in self.param_groups for p in g["params"]], self.name_of)
             if self._ready:
                 self._agree_and_broadcast([group])
@@ -80,9 +80,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._ready:
             self._build(dict(self.state))
 
-    def _check(self, group: Mapping[str, Any]) -> None:
+    def _check(self, group: Mapping[str, Any], *, is_new: bool = False) -> None:
         """Numbers and records of a param group; before ``checks.parameters``, which says what is no parameter."""
-        checks.group(group, type(self).__name__, self._settings.state_dtype)
+        checks.group(group, type(self).__name__, self._settings.state_dtype, is_new=is_new)
         checks.decay(group, self.name_of, self._levels is not None)
         if self._levels is not None:
             checks.levels(group, self.name_of)
@@ -373,8 +373,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         - ``bytes_intra``: of two levels: what it handed to those inside the node
         - ``nnz``: entries packed by this rank
         - ``candidates``: entries the selection looked at
-        - ``overflow``: candidates beyond the buffer, kept in the residual
-        - ``threshold``: the magnitude an entry had to reach to be sent, per sparse bucket (and tensor)
+        - ``overflow``: candidates beyond the buffer, kept in the residual; without memory lost
+        - ``threshold``: the magnitude an entry had to reach to be sent, per sparse bucket (and tensor); empty
+          where nothing is compressed
         - ``residual_norm``: L2 norm of everything not sent yet on this rank; 0 without memory
         - ``nonfinite``: buckets that had a NaN or inf on any rank; a running count, over all steps so far
         - ``skipped``: steps that were void; a running count

@@ -225,3 +225,21 @@ def test_another_world_size_is_reported() -> None:
             waited += name == "residual" and int(state.any())
             assert torch.equal(taken, torch.zeros_like(state) if name == "residual" else state)
     assert waited
+
+
+def test_a_momentum_schedule_that_ends_at_zero_can_be_saved() -> None:
+    """Nesterov needs a momentum when it is built; later on 0 is as good as any."""
+    model, again = net(), net()
+    settings = {"lr": 0.05, "momentum": 0.9, "nesterov": True}
+    optimizer, resumed = (SGD(m.parameters(), compressor=TopK(0.01), **settings) for m in (model, again))
+    advance(model, optimizer, 0, 0, 2)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    advance(model, optimizer, 0, 2, 4)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        each.param_groups[0]["compressor"] = TopK(0.02)
+    advance(model, optimizer, 0, 4, 6)
+    advance(again, resumed, 0, 4, 6)
+    assert resumed.param_groups[0]["momentum"] == 0.0
+    assert digest(model) == digest(again)
