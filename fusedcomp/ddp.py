@@ -50,7 +50,7 @@ class CompressionState:
 
     Args:
         compressor: what is sent: ``TopK``, ``Threshold``, ``BlockTopK``, ``RandomK``, ``CAT`` or ``Identity``.
-            Parameters of one dimension and of fewer than 2048 elements are never compressed. ``scope="bucket"`` ranks
+            Vectors, and parameters of fewer than 2048 elements, are never compressed. ``scope="bucket"`` ranks
             over what is compressed of one of DDP's buckets, so its ``bucket_cap_mb`` changes results;
             ``scope="tensor"`` does not depend on it, but for ties and for the noise that rounds bf16 states.
         params: the model's parameters or ``model.named_parameters()``; needed only to save and load.

@@ -82,6 +82,10 @@ class JointSpar:
         with self._group.refusing():
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(f"JointSpar: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise TypeError(
+                    "JointSpar: optimizer must leave parameters without a gradient alone, got LBFGS, which moves all"
+                )
             floor = plain(budget) / 2 if min_probability is None and is_number(budget) else min_probability
             self._rules = Rules(budget, floor, learning_rate, loss, redraw_every, sampling, lag, seed)
             self._blocks = blocks_of(optimizer, blocks, exclude)

@@ -57,8 +57,8 @@ class Rules:
         """Refuse what cannot be drawn from."""
         if number == 0:
             raise ValueError(
-                "JointSpar: there is no block to draw: the optimizer has no parameter of two dimensions that requires "
-                "grad, or all are excluded; say which with blocks="
+                "JointSpar: there is no block to draw: neither blocks= nor, without it, the optimizer's parameters of "
+                "two dimensions have one that requires grad and is not excluded"
             )
         if self.budget * number < 1.0 - 1e-9 and not may_be_empty:
             raise ValueError(
@@ -113,6 +113,9 @@ def blocks_of(
     optimizer: torch.optim.Optimizer, blocks: Sequence[Block] | None, exclude: Sequence[nn.Module | Tensor]
 ) -> list[list[Tensor]]:
     """The parameters of every block that are the optimizer's, require grad and are not excluded; checked."""
+    for argument, items in (("blocks", () if blocks is None else blocks), ("exclude", exclude)):
+        if isinstance(items, (nn.Module, Tensor)) or not isinstance(items, Iterable):
+            raise TypeError(f"JointSpar: {argument} must be a list, got {type(items).__name__}")
     named = dict(_named(optimizer))
     given = _default_blocks(optimizer) if blocks is None else [_parameters(item, "blocks") for item in blocks]
     always = {param for item in exclude for param in _parameters(item, "exclude")}

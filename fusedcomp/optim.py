@@ -30,8 +30,8 @@ class SGD(CompressedOptimizer):
         send the k largest |residual|; residual, velocity <- 0 there
         param    <- param - lr * mean over ranks of what was sent
 
-    With ``Identity`` (the default) it is torch.optim.SGD on averaged gradients. Parameters of one dimension and of
-    fewer than 2048 elements are never compressed.
+    With ``Identity`` (the default) it is torch.optim.SGD on averaged gradients. Vectors, and parameters of
+    fewer than 2048 elements, are never compressed.
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts of param groups; fp32, bf16 or fp16, dense, on one

@@ -41,6 +41,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "group": ({"process_group": "world"}, TypeError, "process_group must be a torch.distributed.ProcessGroup or None"),
     "blocks": ({"blocks": [3]}, TypeError, "blocks must be modules or parameters, got int"),
     "exclude": ({"exclude": ["head"]}, TypeError, "exclude must be modules or parameters, got str"),
+    "one module": ({"exclude": nn.Linear(3, 2)}, TypeError, "exclude must be a list, got Linear"),
+    "a number": ({"blocks": 3}, TypeError, "blocks must be a list, got int"),
+    "no parameters": ({"blocks": [nn.ReLU()]}, ValueError, "there is no block to draw: neither blocks= nor"),
     "stranger": ({"blocks": [nn.Linear(3, 2)]}, ValueError,
                  "a parameter of shape (2, 3) in block 0 is not the optimizer's"),
     "none": ({"blocks": []}, ValueError, "there is no block to draw"),
@@ -62,6 +65,8 @@ def test_a_parameter_belongs_to_one_block() -> None:
         JointSpar(optimizer, 0.5, blocks=[model[0], model[2]])
     with pytest.raises(TypeError, match="optimizer must be a torch"):
         JointSpar(model, 0.5)
+    with pytest.raises(TypeError, match="must leave parameters without a gradient alone, got LBFGS"):
+        JointSpar(torch.optim.LBFGS(mlp(2).parameters()), 0.5)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [None, 100.0, 1e-5])
