@@ -7,6 +7,7 @@ again from the same records by the same matplotlib, a file is the same, byte for
 import itertools
 import json
 import math
+import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -341,25 +342,39 @@ def accuracies(book: Book) -> dict[str, dict[str, list[Record]]] | None:
 _FAR_BELOW = 5.0  # points of accuracy
 
 
+def side_by_side(values: dict[str, float]) -> dict[str, float]:
+    """Where to draw what would hide one another: 3.5 % apart, around the middle of those less than that apart."""
+    step, groups = 1.035, list[list[str]]()
+    for name in sorted(values, key=lambda name: values[name]):
+        if not groups or values[name] > step * values[groups[-1][-1]]:
+            groups.append([])
+        groups[-1].append(name)
+    return {
+        name: statistics.geometric_mean(values[each] for each in group) * step ** (place - (len(group) - 1) / 2)
+        for group in groups
+        for place, name in enumerate(group)
+    }
+
+
 def draw_accuracies(figure: Any, data: dict[str, dict[str, list[Record]]]) -> None:
     every = figure.subplots(1, len(data), squeeze=False)[0]
     for axes, runs in zip(every, data.values(), strict=True):
-        caps = iter(range(3, 99))  # bars at the same place differ in width
+        places = side_by_side({name: rows[0]["bytes_sent"] / 1e6 for name, rows in runs.items()})
         best = max(ranks.accuracy(rows)[0] for rows in runs.values())
         styles = zip(itertools.cycle((BLACK, RED, BLUE, GREEN, ORANGE, PURPLE, GREY)), itertools.cycle("DosvP^X<*"))
         for (name, rows), (colour, marker) in zip(runs.items(), styles, strict=False):
             mean, deviation = ranks.accuracy(rows)
-            sent, label = rows[0]["bytes_sent"] / 1e6, name
+            sent, label = places[name], name
             if mean < best - _FAR_BELOW:  # the others would lie on one line
                 sent, label = math.nan, f"{name}: {mean:.1f} %, below"
             axes.errorbar(
                 sent, mean if sent == sent else math.nan, yerr=deviation, color=colour, marker=marker, markersize=6,
-                capsize=next(caps), elinewidth=1.2, linestyle="none", label=label,
+                capsize=2.5, elinewidth=1.2, linestyle="none", label=label,
             )  # fmt: skip
         sent = sorted(rows[0]["bytes_sent"] / 1e6 for rows in runs.values())
         ticks = [t for t in _steps() if sent[0] / 1.6 <= t <= sent[-1] * 1.6]
         axes.set(xscale="log", title=next(iter(runs.values()))[0]["dataset"], xlim=(sent[0] / 1.6, sent[-1] * 1.6))
-        axes.set_xlabel("MB sent per rank, whole training")
+        axes.set_xlabel("MB sent per rank, whole training; those that send alike stand side by side")
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -375,5 +390,5 @@ APPLY = Plot("apply.svg", "Time to apply what all ranks sent, against their numb
 RATES = Plot("link_rate.svg", "Time of a training step against the rate of the links", (9.0, 4.4), link_rates,
              draw_link_rates)  # fmt: skip
 TIMELINE = Plot("timeline.png", "Kernels of one training step, by stream", (9.0, 2.8), timeline, draw_timeline)
-ACCURACY = Plot("accuracy.svg", "Test accuracy against bytes sent", (9.0, 3.6), accuracies, draw_accuracies)
+ACCURACY = Plot("accuracy.svg", "Test accuracy against bytes sent", (10.5, 4.2), accuracies, draw_accuracies)
 PLOTS = (TRAFFIC, SPLIT, APPLY, RATES, TIMELINE, ACCURACY)

@@ -27,31 +27,31 @@ from fusedcomp.demo import DATASETS, data, model, ranks, train
 _BF16 = TopK(density=0.01, wire_dtype=torch.bfloat16)
 METHODS = (
     *train.METHODS,
-    train.Method("topk0.01_bf16", "the same, bf16 states and wire", 0.2, _BF16, state_dtype=torch.bfloat16),
+    train.Method("topk0.01_bf16", "the same, bf16 states and wire", 0.1, _BF16, state_dtype=torch.bfloat16),
     train.Method(
         "threshold0.01", "SGD + Threshold.from_density(0.01)", 0.1, Threshold.from_density(0.01), memory=Residual()
     ),
-    train.Method("block_topk0.01", "SGD + BlockTopK(0.01)", 0.2, BlockTopK(density=0.01)),
+    train.Method("block_topk0.01", "SGD + BlockTopK(0.01)", 0.1, BlockTopK(density=0.01)),
     train.Method("cat_affine", "SGD + CAT(AffineCost(fixed=5000))", 0.2, CAT(AffineCost(fixed=5000))),
-    train.Method("cat_packets", "SGD + CAT(PacketCost())", 0.2, CAT(PacketCost()), memory=Residual()),
+    train.Method("cat_packets", "SGD + CAT(PacketCost())", 0.05, CAT(PacketCost()), memory=Residual()),
     train.Method(
         "cat_quantized",
         "SGD + CAT(AffineCost(fixed=40000)), signs",
-        0.2,
+        0.1,
         CAT(AffineCost(fixed=40_000), variant="sparse_quantized"),
         memory=Residual(),
     ),
     train.Method("cat_stochastic", "SGD + CAT(AffineCost()), drawn", 0.05, CAT(AffineCost(), variant="stochastic")),
-    train.Method("random0.05", "SGD + RandomK(0.05)", 0.1, RandomK(density=0.05)),
+    train.Method("random0.05", "SGD + RandomK(0.05)", 0.025, RandomK(density=0.05)),
     train.Method(
-        "random0.25_unbiased", "SGD + RandomK(0.25), unbiased", 0.05, RandomK(density=0.25), memory=NoMemory()
+        "random0.25_unbiased", "SGD + RandomK(0.25), unbiased", 0.025, RandomK(density=0.25), memory=NoMemory()
     ),
-    train.Method("topk0.01_decoupled", "SGD + TopK(0.01), decoupled decay", 0.2, TopK(density=0.01), decay="decoupled"),
-    train.Method("topk0.01_sampled", "SGD + TopK(0.01), sampled", 0.2, TopK(density=0.01, selection="sampled")),
-    train.Method("topk0.01_sidco", "SGD + TopK(0.01), SIDCo", 0.2, TopK(density=0.01, selection="sidco")),
+    train.Method("topk0.01_decoupled", "SGD + TopK(0.01), decoupled decay", 0.1, TopK(density=0.01), decay="decoupled"),
+    train.Method("topk0.01_sampled", "SGD + TopK(0.01), sampled", 0.1, TopK(density=0.01, selection="sampled")),
+    train.Method("topk0.01_sidco", "SGD + TopK(0.01), SIDCo", 0.1, TopK(density=0.01, selection="sidco")),
     train.Method("topk0.01_tree", "SGD + TopK(0.01), tree", 0.2, TopK(density=0.01, collective="tree")),
-    train.Method("topk0.01_split", "SGD + TopK(0.01), split", 0.2, TopK(density=0.01, collective="split")),
-    train.Method("jointspar0.7", "dense SGD, JointSpar at 0.7", 0.1, Identity(), budget=0.7),
+    train.Method("topk0.01_split", "SGD + TopK(0.01), split", 0.1, TopK(density=0.01, collective="split")),
+    train.Method("jointspar0.7", "dense SGD, JointSpar at 0.7", 0.05, Identity(), budget=0.7),
 )
 GRID = (0.025, 0.05, 0.1, 0.2, 0.4)
 MARGIN = 1.0  # points of mean test accuracy that a compressed method may lie below dense

@@ -331,3 +331,12 @@ def test_of_several_learning_rates_the_one_that_validation_prefers(tmp_path: Pat
     assert [(row["lr"], row["value"], row["seed"]) for row in ours] == [(4, 1.0, 0), (4, 1.0, 1)]
     assert {row["value"] for row in sections_dgc.runs(book, pair, "dense", 20)} == {0.7}
     assert {row["value"] for row in sections_dgc.runs(book, pair, "dense", 20, ours)} == {0.9}
+
+
+def test_points_that_would_hide_one_another_stand_side_by_side() -> None:
+    at = plots.side_by_side({"dense": 200.0, "a": 5.0, "b": 5.0, "c": 5.1, "far": 6.0})
+    assert at["dense"] == pytest.approx(200.0)
+    assert at["far"] == pytest.approx(6.0)
+    assert at["b"] / at["a"] == pytest.approx(1.035)
+    assert at["c"] / at["b"] == pytest.approx(1.035)
+    assert at["b"] == pytest.approx((5.0 * 5.0 * 5.1) ** (1 / 3))

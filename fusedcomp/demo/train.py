@@ -62,9 +62,9 @@ class Method:
 
 
 METHODS = (
-    Method("dense", "dense SGD", 0.1, fusedcomp.Identity()),
-    Method("topk0.01", "SGD + TopK(0.01)", 0.2, fusedcomp.TopK(density=0.01)),
-    Method("lars_topk0.01", "LARS + TopK(0.01)", 0.2, fusedcomp.TopK(density=0.01), lars=True),
+    Method("dense", "dense SGD", 0.05, fusedcomp.Identity()),
+    Method("topk0.01", "SGD + TopK(0.01)", 0.1, fusedcomp.TopK(density=0.01)),
+    Method("lars_topk0.01", "LARS + TopK(0.01)", 0.4, fusedcomp.TopK(density=0.01), lars=True),
 )
 
 
