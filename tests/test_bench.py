@@ -313,10 +313,11 @@ def test_every_method_is_timed(tmp_path: Path) -> None:
     rows = read(results)
     times = {row["provider"]: row for row in rows if (row["metric"], row["timing"]) == ("ms", "graph")}
     assert times.keys() == methods.METHODS.keys() == sections_methods.WORDS.keys()
-    for row in times.values():
+    for provider, row in times.items():
         assert row["value"] > 0
         assert row["elements"] == 300 * 100 + 61 * 57
-        assert 0 < row["payload_bytes"] < row["elements"]
+        # Raw gradients are 4 bytes an element. Of noise without tails many entries are worth drawing.
+        assert 0 < row["payload_bytes"] < row["elements"] * (2 if provider == "cat_stochastic" else 1)
     # Which entries chance picks is known to all: they are sent without their places.
     assert times["randomk"]["payload_bytes"] < times["topk"]["payload_bytes"]
 
