@@ -161,7 +161,7 @@ def test_without_a_gradient_zeros_go_to_distinct_places_and_states_stay() -> Non
 @given(seed=seeds, per_block=st.integers(1, 64), half=st.booleans())
 def test_the_set_is_that_of_the_selection_keys(seed: int, per_block: int, half: bool) -> None:
     """Against torch.topk of each block's keys, ties and all; where magnitudes are distinct, of those."""
-    case = build((2048, 700), state_dtype=torch.bfloat16 if half else torch.float32)
+    case = build((2048, 700), state_dtype=torch.bfloat16 if half else torch.float32, device=DEVICE)
     generator = torch.Generator().manual_seed(seed)
     for where in case.segments.slices:
         case.residual[where] = torch.randn(where.stop - where.start, generator=generator)
@@ -169,7 +169,7 @@ def test_the_set_is_that_of_the_selection_keys(seed: int, per_block: int, half: 
     before, step = case.residual.clone(), case.seed.clone()
     out = block_pass(TWINS, case, per_block, accumulate="residual", with_trust=False, weight_decay=0.0)
     for block, where in enumerate(case.segments.slices):
-        index = torch.arange(where.start, where.stop)
+        index = torch.arange(where.start, where.stop, device=DEVICE)
         mine = slice(int(out["places"][block]), int(out["places"][block + 1]))
         sent = out["out_indices"][mine].int()  # both are on the first page
         k = min(per_block, where.stop - where.start)
