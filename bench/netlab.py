@@ -152,8 +152,11 @@ class Set:
         except Exception as error:
             raise CellError(f"cannot make nodes (root and pyroute2?): {type(error).__name__}: {error}") from error
         self.ranks = RankSet(self.network, layout.per_node, arguments.device, arguments.quick)
-        self.ranks.ask("start", self.bench.seconds(START_SECONDS))
-        self.facts = self.ranks.ask("load", self.bench.seconds(LOAD_SECONDS), model=self.model)[0]
+        self._ask("start", START_SECONDS)
+        self._load()
+
+    def _load(self) -> None:
+        self.facts = self._ask("load", LOAD_SECONDS, model=self.model)[0]
         log(f"  loaded; matrix product {self.facts['peak_tflops']:.0f} TFLOP/s")
 
     def _stop(self) -> None:
@@ -278,7 +281,7 @@ class Set:
     # ---- nothing overlapped ----------------------------------------------------------------------------------------
 
     def _flat(self) -> None:
-        """See nvlink.py. Two questions, so that a capture that hangs leaves the plain figures."""
+        """See flat.py. Two questions, so that a capture that hangs leaves the plain figures."""
         case = f"flat100m@nvlink/{self.layout.ranks}x1"
         plain = self._ask("flat", PREPARE_SECONDS)
         self.bench.flat_done = True
@@ -326,7 +329,12 @@ def main() -> None:
                 Set(bench, layout, model).run()
             else:
                 bench.failed(f"out of time: {model} on {name} left out")
-    log(f"records: {arguments.output}")
+    finish(bench)
+
+
+def finish(bench: Bench) -> None:
+    """Say where the records are; exit status 1 if anything failed."""
+    log(f"records: {bench.arguments.output}")
     if bench.failures:
         sys.exit("\n".join(["failed:", *map(_in_short, bench.failures)]))
 

@@ -8,6 +8,7 @@ it raises. The process ends when the parent closes the pipe.
 
 import argparse
 import contextlib
+import math
 import os
 import time
 import traceback
@@ -59,8 +60,13 @@ class Rank:
 
     def load(self, model: str) -> dict[str, Any]:
         """Make the training and run it once, which compiles; what to note about it in records."""
+        import torch
+
         import models
 
+        world, gpus = int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
+        if self.device.type == "cuda" and world > gpus:
+            raise RuntimeError(f"a training needs a GPU for every rank: {world} ranks, {gpus} GPUs")
         self.training = models.TRAININGS[model](self.device, self.quick, self.rank)
         state = self.training.model.state_dict()
         self.initial = {name: value.clone() for name, value in state.items()}
@@ -172,15 +178,32 @@ class Rank:
     # ---- without a model ---------------------------------------------------------------------------------------
 
     def flat(self) -> dict[str, Any]:
-        """See nvlink.py."""
-        import nvlink
+        """See flat.py. Plain calls of all rows first: a failed capture can spoil everything after it."""
+        import flat
 
-        self.flat100m = nvlink.Flat100M(self.device, self.quick)
-        return self.flat100m.plain()
+        self.flats = flat.Flat(self.device, self.quick, flat.NVLINK, flat.NVLINK_SHAPE)
+        return {name: self.flats.plain(name) for name in flat.NVLINK}
 
     def flat_graphs(self) -> dict[str, Any]:
         """After ``flat``."""
-        return self.flat100m.graphs()
+        return {name: self.flats.graph(name) for name in reversed(self.flats.contestants)}
+
+    def links(self) -> dict[str, int]:
+        """Before ``settle`` and ``travel``; what to note in records."""
+        import torch
+
+        import flat
+
+        self.flats = flat.Flat(self.device, self.quick, flat.LINKS, flat.LINK_SHAPE)
+        return {"elements": math.prod(self.flats.shape), "gpus": torch.cuda.device_count()}
+
+    def settle(self, row: str) -> None:
+        """Make a row of ``flat.LINKS``, while nothing is shaped."""
+        self.flats.settle(row)
+
+    def travel(self, row: str) -> dict[str, Any]:
+        """Milliseconds of it, as the links are."""
+        return self.flats.plain(row)
 
 
 def main() -> None:
