@@ -77,7 +77,7 @@ class Merger:
         refine.select_candidates(
             segments, self.offsets, self.indices, vector, None, self.seed, None, self.ranks, self.widths,
             exchange.histograms, exchange.bounds, self.near, exchange.near_counts, exchange.tickets, self.least,
-            self.keys, self.flag,
+            self.keys, self.flag, coarse=True,
         )  # fmt: skip
         starts = out.starts[0, : segments.num_pages + 1]  # a payload may have room for more pages
         refine.pack_payload(

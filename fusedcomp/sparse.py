@@ -70,7 +70,7 @@ class SparseExchange(GatheredExchange):
 
         self.offsets = zeros(segments.num_blocks + 1, dtype=torch.int64)
         self.widths = zeros(scopes, dtype=torch.int32)
-        self.bounds = zeros(scopes, 3, dtype=torch.int64)
+        self.bounds = zeros(scopes, 4, dtype=torch.int64)
         self.near_counts = zeros(scopes, dtype=torch.int32)
         self.histograms = zeros(scopes, BINS, dtype=torch.int32)
         self.tickets = zeros(scopes, dtype=torch.int32)

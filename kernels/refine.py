@@ -121,37 +121,81 @@ def _count_candidates_kernel(
         digit = tl.minimum((key - least) >> width, DIGIT_BINS - 1).to(tl.int32)
         counted += tl.histogram(digit, DIGIT_BINS, mask=at < end)
         tl.store(flag_ptr + tl.zeros_like(digit), 1, mask=(at < end) & ((key >> 32) >= INFINITE))
-    mine = histogram_ptr + scope * BINS + (part % COPIES) * DIGIT_BINS
-    tl.atomic_add(mine + tl.arange(0, DIGIT_BINS), counted, mask=counted > 0, sem="relaxed")
+    _add(histogram_ptr + scope * BINS, part, counted)
     if last_arrival(ticket_ptr + scope, parts):
-        copies = take_histogram(histogram_ptr + scope * BINS, COPIES * DIGIT_BINS)
-        histogram = tl.sum(tl.reshape(copies, (COPIES, DIGIT_BINS)), 0)
-        rank = tl.load(rank_ptr + scope)
-        low, high = least, _NO_LIMIT
-        if tl.sum(histogram) > rank:
-            digit, rank, _ = pick(histogram, rank, DIGIT_BINS)
-            low = least + (digit << width)
-            if digit < DIGIT_BINS - 1:
-                high = low + (tl.full((), 1, tl.int64) << width)
-        else:
-            rank = rank * 0  # no more candidates than asked for: all of them
-        tl.store(bounds_ptr + 3 * scope, low)
-        tl.store(bounds_ptr + 3 * scope + 1, high)
-        tl.store(bounds_ptr + 3 * scope + 2, rank)
+        histogram, rank = _all_counts(histogram_ptr + scope * BINS), tl.load(rank_ptr + scope)
+        rank = tl.where(tl.sum(histogram) > rank, rank, 0)  # 0: no more candidates than asked for, all of them
+        _bound(histogram, bounds_ptr + 4 * scope, least, tl.full((), _NO_LIMIT, tl.int64), rank, width.to(tl.int64))
+
+
+@triton.jit
+def _add(histogram_ptr, part, counted):
+    """A part's counts, to one of the copies."""
+    bins = (part % COPIES) * DIGIT_BINS + tl.arange(0, DIGIT_BINS)
+    tl.atomic_add(histogram_ptr + bins, counted, mask=counted > 0, sem="relaxed")
+
+
+@triton.jit
+def _all_counts(histogram_ptr):
+    """All parts' counts, which are taken away."""
+    copies = take_histogram(histogram_ptr, COPIES * DIGIT_BINS)
+    return tl.sum(tl.reshape(copies, (COPIES, DIGIT_BINS)), 0)
+
+
+@triton.jit
+def _bound(histogram, bounds_ptr, low, high, rank, width):
+    """The bin of the rank-th largest key: where it begins and ends, the key's rank in it, its bits."""
+    bits = tl.full((), 63, tl.int64)  # the last bin has no end, unless there was one before
+    if rank > 0:
+        digit, rank, _ = pick(histogram, rank, DIGIT_BINS)
+        low += digit << width
+        if (digit < DIGIT_BINS - 1) | (high < _NO_LIMIT):
+            high = low + (tl.full((), 1, tl.int64) << width)
+            bits = width
+    tl.store(bounds_ptr, low)
+    tl.store(bounds_ptr + 1, high)
+    tl.store(bounds_ptr + 2, rank)
+    tl.store(bounds_ptr + 3, bits)
+
+
+@triton.jit
+def _count_again_kernel(
+    part_ptr, offsets_ptr, keys_ptr, width_ptr,  # in
+    bounds_ptr,  # in-out
+    histogram_ptr, ticket_ptr,  # scratch
+    capacity,
+    BINS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    scope, parts, _, begin, end = _share(part_ptr, offsets_ptr, capacity, part)
+    bounds_ptr += 4 * scope
+    low, high, rank = tl.load(bounds_ptr), tl.load(bounds_ptr + 1), tl.load(bounds_ptr + 2)
+    width = tl.maximum(tl.load(width_ptr + scope) - 8, 0)
+    if rank > 0:
+        counted = tl.zeros((DIGIT_BINS,), tl.int32)
+        for chunk in range(begin, end, CHUNK):
+            at = chunk + tl.arange(0, CHUNK)
+            key = tl.load(keys_ptr + at, mask=at < end, other=-1)
+            near = (key >= low) & (key < high)
+            digit = tl.minimum((key - low) >> width, DIGIT_BINS - 1)
+            counted += tl.histogram(tl.where(near, digit, 0).to(tl.int32), DIGIT_BINS, mask=near)
+        _add(histogram_ptr + scope * BINS, part, counted)
+        if last_arrival(ticket_ptr + scope, parts):
+            _bound(_all_counts(histogram_ptr + scope * BINS), bounds_ptr, low, high, rank, width.to(tl.int64))
 
 
 @triton.jit
 def _select_candidates_kernel(
-    part_ptr, offsets_ptr, keys_ptr, bounds_ptr, width_ptr,  # in
+    part_ptr, offsets_ptr, keys_ptr, bounds_ptr,  # in
     near_ptr, count_ptr, ticket_ptr,  # scratch
     threshold_ptr,  # out
     capacity,
     CHUNK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     scope, parts, origin, begin, end = _share(part_ptr, offsets_ptr, capacity, tl.program_id(0))
-    low = tl.load(bounds_ptr + 3 * scope)
-    high = tl.load(bounds_ptr + 3 * scope + 1)
-    rank = tl.load(bounds_ptr + 3 * scope + 2)
+    low = tl.load(bounds_ptr + 4 * scope)
+    high = tl.load(bounds_ptr + 4 * scope + 1)
+    rank = tl.load(bounds_ptr + 4 * scope + 2)
     if rank > 0:  # bring together the candidates of the k-th one's bin, in any order
         for chunk in range(begin, end, CHUNK):
             at = chunk + tl.arange(0, CHUNK)
@@ -164,8 +208,7 @@ def _select_candidates_kernel(
     # Where there are no more candidates than asked for, what let them in stays the threshold.
     if last_arrival(ticket_ptr + scope, parts) & (rank > 0):
         end = origin + tl.load(count_ptr + scope, cache_modifier=".cg")
-        # In the bin's own coordinates: as many bits as it is wide.
-        shift = tl.where(high == _NO_LIMIT, 63, tl.load(width_ptr + scope).to(tl.int64))
+        shift = tl.load(bounds_ptr + 4 * scope + 3)  # in the bin's own coordinates: as many bits as it is wide
         digits, excess = rank * 0, rank
         while (excess > 0) & (shift > 0):
             below = tl.maximum(shift - 8, 0)
@@ -311,15 +354,21 @@ def select_candidates(
     ranks: Tensor,  # i64 (scopes,), >= 1
     widths: Tensor,  # i32 (scopes,)
     histograms: Tensor,  # scratch: i32 (scopes, BINS), zeros before and after
-    bounds: Tensor,  # scratch: i64 (scopes, 3): the k-th key is the rank-th of those from .. to
+    bounds: Tensor,  # scratch: i64 (scopes, 4): the k-th key is the rank-th of those from .. to; bits between them
     near: Tensor,  # scratch: i64 (capacity,): those keys
     near_counts: Tensor,  # scratch: i32 (scopes,), zeros before and after
     tickets: Tensor,  # scratch: i32 (scopes,), zeros before and after
     thresholds: Tensor,  # in-out: i64 (scopes,): least candidate; ranks-th largest where there are more
     keys: Tensor,  # out: i64 (capacity,)
     flag: Tensor,  # in-out: i32 (1,): set to 1 if a candidate is not finite
+    *,
+    coarse: bool = False,
 ) -> None:
-    """The ranks-th largest key of every scope: one look at all candidates, another at those of its bin."""
+    """The ranks-th largest key of every scope: one look at all candidates, another at those of its bin.
+
+    ``coarse``: bins are wide. All programs count those of its bin once more, since one of them looks at what is left:
+    a bin of 300,000 took it 2 ms.
+    """
     launch(
         _count_candidates_kernel, segments.part_table.shape[0], keys,
         segments.part_table, offsets, indices, residual, weights, seed, parity, ranks, thresholds, widths,
@@ -329,9 +378,18 @@ def select_candidates(
         HAS_PARITY=parity is not None, **weighing(weights), HALF=residual.itemsize == 2,
         BINS=histograms.shape[1], CHUNK=1024, shape="item",
     )  # fmt: skip
+    if coarse:
+        launch(
+            _count_again_kernel, segments.part_table.shape[0], keys,
+            segments.part_table, offsets, keys, widths,
+            bounds,
+            histograms, tickets,
+            keys.numel(),
+            BINS=histograms.shape[1], CHUNK=1024, shape="item",
+        )  # fmt: skip
     launch(
         _select_candidates_kernel, segments.part_table.shape[0], keys,
-        segments.part_table, offsets, keys, bounds, widths,
+        segments.part_table, offsets, keys, bounds,
         near, near_counts, tickets,
         thresholds,
         keys.numel(),

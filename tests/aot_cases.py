@@ -213,7 +213,7 @@ def arguments(
         "offsets": i64(blocks + 1),
         "block_starts": i64(blocks + 1),
         "keys": i64(SAMPLES * scopes if launcher == "estimate_threshold" else sizes.capacity, device=sizes.device),
-        "bounds": i64(scopes, 3),
+        "bounds": i64(scopes, 4),
         "near": i64(sizes.capacity, device=sizes.device),
         "near_counts": i32(scopes),
         "model_key": i64(1),
@@ -264,6 +264,7 @@ def arguments(
         "entries": sizes.k,
         "signed": False,
         "drawn": False,
+        "coarse": True,
     }
 
 

@@ -124,7 +124,7 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     modules["refine"].list_candidates(
         segments, out["counts"], out["marks"], out["scanned"], out["offsets"], out["indices"]
     )
-    bounds, near = i64(*[(-7, -7, -7)] * len(ks)), torch.full_like(out["keys"], -7)
+    bounds, near = i64(*[(-7, -7, -7, -7)] * len(ks)), torch.full_like(out["keys"], -7)
     near_counts = torch.zeros(len(ks), dtype=torch.int32, device=DEVICE)
     modules["refine"].select_candidates(
         segments, out["offsets"], out["indices"], residual, weights, case.seed, parity, ranks, widths,

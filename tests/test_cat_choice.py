@@ -177,7 +177,7 @@ def test_one_program_looks_at_few(variant: str, cost: Cost, monkeypatch: pytest.
         exchange = optimizer._exchanges[0]
         if exchange.dense_step:
             continue
-        (low, high, rank), candidates = exchange.bounds[0].tolist(), int(exchange.offsets[-1])
+        (low, high, rank, _), candidates = exchange.bounds[0].tolist(), int(exchange.offsets[-1])
         keys = exchange.buffers.keys[:candidates]
         near = int(((keys >= low) & (keys < high)).sum())
         assert near <= 4 + 0.08 * min(int(exchange.buffers.ranks), candidates) or rank == 0

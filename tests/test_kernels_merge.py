@@ -146,8 +146,9 @@ def test_hostile_payloads_stay_inside() -> None:
     same(*results)
 
 
+@pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("per_tensor", [False, True])
-def test_merging(per_tensor: bool) -> None:
+def test_merging(per_tensor: bool, coarse: bool) -> None:
     """sum -> list -> select -> pack -> keep: the k largest of the sum, and the rest; what was there is conserved."""
     numels = SIZES["mixed"]
     case = build(numels, device=DEVICE, per_tensor=per_tensor)
@@ -168,8 +169,8 @@ def test_merging(per_tensor: bool) -> None:
         modules["refine"].select_candidates(
             segments, out["offsets"], out["indices"], vector, None, mine.seed, None, i64(*ks),
             torch.full((len(ks),), 55, dtype=torch.int32, device=DEVICE), out["histograms"],
-            i64(*[(-7, -7, -7)] * len(ks)), near, torch.zeros(len(ks), dtype=torch.int32, device=DEVICE),
-            out["tickets"], thresholds, out["keys"], out["flag"],
+            i64(*[(-7, -7, -7, -7)] * len(ks)), near, torch.zeros(len(ks), dtype=torch.int32, device=DEVICE),
+            out["tickets"], thresholds, out["keys"], out["flag"], coarse=coarse,
         )  # fmt: skip
         modules["refine"].pack_payload(
             segments, mine.operands(), out["keys"], out["indices"], out["offsets"], thresholds, None, vector,

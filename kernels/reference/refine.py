@@ -39,6 +39,8 @@ def select_candidates(
     thresholds: Tensor,
     keys: Tensor,
     flag: Tensor,
+    *,
+    coarse: bool = False,
 ) -> None:
     residual = half_of(residual, parity, 1)
     limits = offsets[segments.scope_blocks].clamp(max=keys.numel()).tolist()
