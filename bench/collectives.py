@@ -33,6 +33,8 @@ SETTLE_SECONDS, TRAVEL_SECONDS = 90, 60
 class Set(netlab.Set):
     """Nodes in one number: their processes, and the rows and rates that are left to measure."""
 
+    helpers = False
+
     def _load(self) -> None:
         self.facts = self._ask("links", netlab.PREPARE_SECONDS)[0]
 

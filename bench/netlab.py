@@ -119,6 +119,8 @@ class Bench:
 class Set:
     """One model on one layout: its processes, and the cells that are left to measure."""
 
+    helpers = True  # see nodes.py
+
     def __init__(self, bench: Bench, layout: Layout, model: str) -> None:
         self.bench, self.layout, self.model = bench, layout, model
         self.left = [(rate, list(rows)) for rate, rows in layout.plan]
@@ -148,7 +150,7 @@ class Set:
         arguments, layout = self.bench.arguments, self.layout
         shaped = layout.name != "nvlink" and arguments.network == "netns"
         try:
-            self.network = Nodes(layout.nodes) if shaped else HostNetwork(layout.nodes)
+            self.network = Nodes(layout.nodes, helpers=self.helpers) if shaped else HostNetwork(layout.nodes)
         except Exception as error:
             raise CellError(f"cannot make nodes (root and pyroute2?): {type(error).__name__}: {error}") from error
         self.ranks = RankSet(self.network, layout.per_node, arguments.device, arguments.quick)

@@ -68,16 +68,20 @@ class HostNetwork:
 
 
 class Nodes:
-    """``count`` namespaces on one bridge, unshaped until ``set_rate``; what has the same ``prefix`` is replaced."""
+    """``count`` namespaces on one bridge, unshaped until ``set_rate``; what has the same ``prefix`` is replaced.
+
+    ``helpers``: two threads more in every rank and four connections to a peer, since one TCP stream does not fill
+    25 Gbit/s. They take CPUs, which many nodes on one host are short of.
+    """
 
     address = "10.77.0.1"
     is_shaped = True
 
-    def __init__(self, count: int, prefix: str = "fcnode") -> None:
+    def __init__(self, count: int, prefix: str = "fcnode", helpers: bool = True) -> None:
         _find_pyroute2()
         from pyroute2 import IPRoute
 
-        self.count, self.prefix, self.rate_mbit = count, prefix, 0
+        self.count, self.prefix, self.helpers, self.rate_mbit = count, prefix, helpers, 0
         self._host = IPRoute()
         self._ends: list[tuple[Any, int]] = []  # (netlink socket, interface index) of every end of a link
         self._remove()
@@ -119,14 +123,13 @@ class Nodes:
 
     def environment(self, node: int) -> dict[str, str]:
         """What a rank on ``node`` needs to know."""
-        return {
+        helpers = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"} if self.helpers else {}
+        return helpers | {
             NODE: f"{self.prefix}{node}",
             "NCCL_HOSTID": f"{self.prefix}{node}",
             "NCCL_SOCKET_IFNAME": "eth0",
             "GLOO_SOCKET_IFNAME": "eth0",
             "NCCL_NVLS_ENABLE": "0",
-            "NCCL_SOCKET_NTHREADS": "2",  # four connections a peer: one TCP stream does not fill 25 Gbit/s
-            "NCCL_NSOCKS_PERTHREAD": "2",
         }
 
     def close(self) -> None:

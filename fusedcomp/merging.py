@@ -34,7 +34,7 @@ class Merger:
     """
 
     def __init__(self, exchange: SparseExchange, segments: Segments, ks: Sequence[int], capacity: int) -> None:
-        self.exchange, self.segments = exchange, segments
+        self.exchange, self.segments = exchange, segments.parted(capacity)
         device, blocks = exchange.bucket.device, segments.num_blocks
 
         def i64(numel: int) -> Tensor:
@@ -85,7 +85,7 @@ class Merger:
             self.flag, self.seed, None, self.packed, starts, out.indices[0], out.values[0], out.header[0],
         )  # fmt: skip
         exchange.ops.merge.keep_rest(
-            segments, rows.starts, rows.indices, exchange.shared.parity, vector, residuals, place=place, places=places
+            self.offsets, self.indices, exchange.shared.parity, vector, residuals, place=place, places=places
         )
 
 

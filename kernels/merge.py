@@ -1,10 +1,10 @@
 """Merging payloads: their sum as a vector with marks, from which a payload is selected as from a residual.
 
     vector    <- vector + values           for row 0, 1, ..., each rounding once; where something was added is marked
-    (refine.py: the k largest marked entries become a payload and leave the vector)
+    (refine.py: the marked entries are candidates; the k largest become a payload and leave the vector)
     residual  <- residual + vector         what is left, on the one rank that keeps it;  vector <- 0
 
-One program per page takes the rows one after another, so that whoever merges the same payloads finds the same sums.
+One program per page adds up the rows one after another, so that whoever merges the same payloads finds the same sums.
 Marks and counts are integers: atomics leave the same ones in any order.
 """
 
@@ -66,27 +66,22 @@ def _sum_payloads_kernel(
         tl.debug_barrier()  # the next row reads what this one wrote
 
 
-@triton.jit(do_not_specialize=["rows", "place", "places"])
+@triton.jit(do_not_specialize=["place", "places"])
 def _keep_rest_kernel(
-    starts_ptr, indices_ptr, parity_ptr,  # in
+    offsets_ptr, indices_ptr, parity_ptr,  # in
     vector_ptr, residual_ptr,  # in-out
-    rows, num_values, starts_stride, indices_stride, place, places, num_blocks, half_numel,
-    HAS_PARITY: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    capacity, place, places, num_blocks, half_numel,
+    HAS_PARITY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    page = tl.program_id(0).to(tl.int64)
+    end = tl.minimum(tl.load(offsets_ptr + num_blocks), capacity)
+    at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     residual_ptr += half_offset(parity_ptr, half_numel, 1, HAS_PARITY)
-    for number in range(rows):
-        row = tl.cast(number, tl.int64)
-        begin, end = _page_range(starts_ptr + row * starts_stride, page, num_values)
-        for chunk in range(begin, end, CHUNK):
-            at = chunk + tl.arange(0, CHUNK)
-            index, exists = _places(indices_ptr + row * indices_stride, at, end, page, num_blocks, PAGE, BLOCK)
-            rest = tl.load(vector_ptr + index, mask=exists, other=0.0)
-            tl.store(vector_ptr + index, tl.zeros((CHUNK,), tl.float32), mask=exists)
-            mine = exists & (index % places == place) & (rest != 0.0)
-            kept = tl.load(residual_ptr + index, mask=mine, other=0.0)
-            tl.store(residual_ptr + index, kept + rest, mask=mine)
-        tl.debug_barrier()  # an entry of two rows is kept once
+    index = tl.load(indices_ptr + at, mask=at < end, other=0)
+    rest = tl.load(vector_ptr + index, mask=at < end, other=0.0)
+    tl.store(vector_ptr + index, tl.zeros((CHUNK,), tl.float32), mask=at < end)
+    mine = (at < end) & (index % places == place) & (rest != 0.0)
+    kept = tl.load(residual_ptr + index, mask=mine, other=0.0)
+    tl.store(residual_ptr + index, kept + rest, mask=mine)
 
 
 @triton.jit
@@ -139,9 +134,8 @@ def sum_payloads(
 
 
 def keep_rest(
-    segments: Segments,
-    starts: Tensor,  # i32 (rows, pages + 1)
-    indices: Tensor,  # i16 (rows, k)
+    offsets: Tensor,  # i64 (blocks + 1,): the last is the number of candidates
+    indices: Tensor,  # i64 (capacity,): theirs, each once
     parity: Tensor | None,  # i32 (1,): there are two halves, of which the pass has written the other
     vector: Tensor,  # in-out: f32 (padded,): what is left of the sums; zeros after
     residuals: Tensor,  # in-out: f32 (halves, padded), rows may be strided
@@ -149,14 +143,13 @@ def keep_rest(
     place: int,
     places: int,
 ) -> None:
-    """What is left of the rows' sum goes to the residual where the index is ``place`` modulo ``places``."""
+    """What is left of the candidates goes to the residual where the index is ``place`` modulo ``places``."""
     launch(
-        _keep_rest_kernel, segments.num_pages, vector,
-        starts, indices, parity,
+        _keep_rest_kernel, -(-indices.numel() // _CHUNK), vector,
+        offsets, indices, parity,
         vector, residuals,
-        indices.shape[0], indices.shape[1], starts.stride(0), indices.stride(0), place, places, segments.num_blocks,
-        residuals.stride(0),
-        HAS_PARITY=parity is not None, PAGE=PAGE, CHUNK=_CHUNK, BLOCK=BLOCK, shape="page",
+        indices.numel(), place, places, offsets.numel() - 1, residuals.stride(0),
+        HAS_PARITY=parity is not None, CHUNK=_CHUNK, shape="page",
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ offset on the wire, which leaves 16 bits for the index inside a page; of ``SIGNE
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ BLOCKS_PER_PAGE = PAGE // BLOCK
 SIGNED_PAGE = PAGE // 2
 WORDS = BLOCK // 32  # of a block where an element is a bit
 _BLOCKS_PER_PART = 128  # some 800 candidates at density 0.001: what one program of the selection looks at
+_CANDIDATES_PER_PART = 2048  # where it is known that there may be more
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class Segments:
         starts, first_blocks, slices, compact = [], [0], [], []
         start = 0
         for segment, numel in enumerate(numels):
-            blocks = -(-numel // BLOCK)
+            blocks = _blocks(numel)
             padded = first_blocks[-1] * BLOCK
             table += [(segment, block) for block in range(blocks)]
             slices.append(slice(padded, padded + numel))
@@ -53,13 +54,6 @@ class Segments:
             starts.append(start)
             first_blocks.append(first_blocks[-1] + blocks)
             start += numel
-        scope_blocks = first_blocks if per_tensor else [0, first_blocks[-1]]
-        parts = [
-            (scope, begin, end, part, count)
-            for scope, (begin, end) in enumerate(pairwise(scope_blocks))
-            for count in [-(-(end - begin) // _BLOCKS_PER_PART)]
-            for part in range(count)
-        ]
 
         def i64(values: Sequence[Any]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -73,8 +67,8 @@ class Segments:
             numel_table=i64(numels),
             start_table=i64(starts),
             first_blocks=i64(first_blocks),
-            scope_blocks=i64(scope_blocks),
-            part_table=i64(parts).view(-1, 5),
+            scope_blocks=i64(first_blocks if per_tensor else [0, first_blocks[-1]]),
+            part_table=_parts(numels, per_tensor, _BLOCKS_PER_PART).to(device),
             slices=tuple(slices),
             compact_slices=tuple(compact),
         )
@@ -101,6 +95,32 @@ class Segments:
     def scope_of(self, segment: int) -> int:
         """The selection that a segment takes part in."""
         return segment if self.per_tensor else 0
+
+    def parted(self, candidates: int) -> "Segments":
+        """The same, in as many parts as so many candidates call for; asks the device for nothing."""
+        blocks = max(1, self.num_blocks * _CANDIDATES_PER_PART // candidates)
+        if blocks >= _BLOCKS_PER_PART:
+            return self
+        table, device = _parts(self.numels, self.per_tensor, blocks), self.part_table.device
+        table = table.pin_memory() if device.type == "cuda" else table
+        return replace(self, part_table=table.to(device, non_blocking=True))
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _parts(numels: Sequence[int], per_tensor: bool, blocks_per_part: int) -> Tensor:
+    """See ``Segments.part_table``."""
+    counts = [_blocks(numel) for numel in numels]
+    scope_blocks = [0, *accumulate(counts if per_tensor else [sum(counts)])]
+    parts = [
+        (scope, begin, end, part, count)
+        for scope, (begin, end) in enumerate(pairwise(scope_blocks))
+        for count in [-(-(end - begin) // blocks_per_part)]
+        for part in range(count)
+    ]
+    return torch.tensor(parts, dtype=torch.int64).view(-1, 5)
 
 
 def _capturing(device: torch.device) -> bool:

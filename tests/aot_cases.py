@@ -171,7 +171,7 @@ def arguments(
 
     state = torch.empty(segments.padded_numel, dtype=torch.bfloat16 if half_states else torch.float32)
     scopes = len(segments.scope_numels)
-    of_all = launcher in ("apply_payloads", "sum_payloads", "keep_rest", "join_pieces")
+    of_all = launcher in ("apply_payloads", "sum_payloads", "join_pieces")
     rows = (sizes.world,) if of_all else ()  # the payloads of all ranks, or one's own
     out_rows = (sizes.world,) if launcher == "cut_payload" else ()
     words = HEADER_WORDS + -(-count // 32)

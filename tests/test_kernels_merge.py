@@ -35,6 +35,15 @@ def dense(case: Case, starts: Tensor, indices: Tensor, values: Tensor) -> Tensor
     return vector
 
 
+def candidates(case: Case, counts: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets and indices of what is marked, with room for more."""
+    segments, marked = case.segments, int(counts.sum())
+    offsets, indices = i64(*[-7] * (segments.num_blocks + 1)), i64(*[-(1 << 50)] * (marked + 700))
+    scanned = i64(*[0] * (1 + 2 * segments.num_blocks))
+    TWINS["refine"].list_candidates(segments, counts, marks.view(-1, WORDS), scanned, offsets, indices)
+    return offsets, indices
+
+
 @pytest.mark.parametrize("wire", TYPES)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("size", ["one", "2047", "2049", "mixed", "two_pages"])
@@ -76,17 +85,15 @@ def test_the_rest_is_kept_by_one(place: int, places: int, parity: int | None) ->
     starts, indices, values = payloads(numels, 2)
     segments = case.segments
     rest = torch.zeros(segments.padded_numel, device=DEVICE)
-    TWINS["merge"].sum_payloads(
-        segments, starts, indices, values, rest, i32(*[0] * segments.num_blocks),
-        i32(*[0] * segments.num_blocks * WORDS).view(-1, WORDS),
-    )  # fmt: skip
+    counts, marks = i32(*[0] * segments.num_blocks), i32(*[0] * segments.num_blocks * WORDS).view(-1, WORDS)
+    TWINS["merge"].sum_payloads(segments, starts, indices, values, rest, counts, marks)
+    offsets, listed = candidates(case, counts, marks)
     rest[torch.arange(len(rest), device=DEVICE) % 3 == 0] = 0.0  # as if these had won
     for modules in BOTH:
         vector, residual = rest.clone(), halved(case.residual.clone(), None if parity is None else 1 - parity)
         modules["merge"].keep_rest(
-            segments, starts, indices, None if parity is None else i32(parity), vector,
-            residual.view(-1, segments.padded_numel), place=place,
-            places=places,
+            offsets, listed, None if parity is None else i32(parity), vector,
+            residual.view(-1, segments.padded_numel), place=place, places=places,
         )  # fmt: skip
         assert not vector.any()
         unread(torch.full_like(case.residual, POISON), residual, parity)
@@ -136,7 +143,7 @@ def test_hostile_payloads_stay_inside() -> None:
         )  # fmt: skip
         summed = box.clone()
         modules["merge"].keep_rest(
-            case.segments, starts, indices, None, box[:padded], residual[None, :padded], place=0, places=1
+            *candidates(case, counts, marks), None, box[:padded], residual[None, :padded], place=0, places=1
         )
         results.append({"vector": summed, "residual": residual, "counts": counts, "marks": marks})
         assert not box.any()
@@ -154,7 +161,9 @@ def test_merging(per_tensor: bool, coarse: bool) -> None:
     case = build(numels, device=DEVICE, per_tensor=per_tensor)
     packed = [whole_pass(TWINS, build(numels, device=DEVICE, shift=s, per_tensor=per_tensor), 0.05) for s in range(2)]
     starts, indices, values = (torch.stack([p[name] for p in packed]) for name in NAMES)
-    segments, results, k = case.segments, [], values.shape[1]
+    results, k = [], values.shape[1]
+    segments = case.segments.parted(100 * k)  # as if candidates were many
+    assert segments.part_table.shape[0] > case.segments.part_table.shape[0]
     ks = [max(1, round(n * 0.05)) for n in segments.scope_numels]
     for modules in BOTH:
         mine, out = case.copy(), scratch(case, 2 * k, k)
@@ -177,7 +186,7 @@ def test_merging(per_tensor: bool, coarse: bool) -> None:
             out["flag"], mine.seed, None, out["packed"], out["starts"], out["out_indices"], out["values"],
             out["header"],
         )  # fmt: skip
-        modules["merge"].keep_rest(segments, starts, indices, None, vector, mine.residual[None], place=0, places=1)
+        modules["merge"].keep_rest(out["offsets"], out["indices"], None, vector, mine.residual[None], place=0, places=1)
         sent = dense(case, out["starts"], out["out_indices"], out["values"])
         assert torch.equal(sent + mine.residual.double(), total.double())
         assert not (sent * mine.residual).any()

@@ -39,8 +39,7 @@ def sum_payloads(
 
 
 def keep_rest(
-    segments: Segments,
-    starts: Tensor,
+    offsets: Tensor,
     indices: Tensor,
     parity: Tensor | None,
     vector: Tensor,
@@ -49,12 +48,10 @@ def keep_rest(
     place: int,
     places: int,
 ) -> None:
-    residual = residuals[0 if parity is None else int(parity) ^ 1]
-    for row in range(indices.shape[0]):
-        _, index = _entries(segments, starts[row], indices[row])
-        mine = index[(index % places == place) & (vector[index] != 0.0)]
-        residual[mine] = residual[mine] + vector[mine]
-        vector[index] = 0.0
+    residual, index = residuals[0 if parity is None else int(parity) ^ 1], indices[: int(offsets[-1])]
+    mine = index[(index % places == place) & (vector[index] != 0.0)]
+    residual[mine] = residual[mine] + vector[mine]
+    vector[index] = 0.0
 
 
 def mask_winners(
