@@ -20,6 +20,7 @@ from fusedcomp.kernels import (
     merge,
     narrow,
     norms,
+    pack,
     pieces,
     refine,
     sample,
@@ -38,6 +39,7 @@ from fusedcomp.kernels.reference import headers as headers_twin
 from fusedcomp.kernels.reference import merge as merge_twin
 from fusedcomp.kernels.reference import narrow as narrow_twin
 from fusedcomp.kernels.reference import norms as norms_twin
+from fusedcomp.kernels.reference import pack as pack_twin
 from fusedcomp.kernels.reference import pieces as pieces_twin
 from fusedcomp.kernels.reference import refine as refine_twin
 from fusedcomp.kernels.reference import sample as sample_twin
@@ -57,6 +59,7 @@ _KERNELS = SimpleNamespace(
     merge=merge,
     narrow=narrow,
     norms=norms,
+    pack=pack,
     pieces=pieces,
     refine=refine,
     sample=sample,
@@ -76,6 +79,7 @@ _TWINS = SimpleNamespace(
     merge=merge_twin,
     narrow=narrow_twin,
     norms=norms_twin,
+    pack=pack_twin,
     pieces=pieces_twin,
     refine=refine_twin,
     sample=sample_twin,

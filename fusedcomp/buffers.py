@@ -19,7 +19,7 @@ from torch import Tensor
 from fusedcomp.buckets import Bucket
 from fusedcomp.compressors import CAT, TopK
 from fusedcomp.kernels.headers import TRAILER_WORDS
-from fusedcomp.kernels.refine import PACK
+from fusedcomp.kernels.pack import PACK
 from fusedcomp.kernels.sample import SAMPLES
 from fusedcomp.kernels.segments import BLOCK, Operands, Segments
 from fusedcomp.sizing import Selection, count_at, num_samples

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedcomp.exchange import Shared
-from fusedcomp.kernels.refine import PACK, SCAN
+from fusedcomp.kernels.pack import PACK
+from fusedcomp.kernels.refine import SCAN
 from fusedcomp.kernels.segments import Segments
 from fusedcomp.sparse import SparseExchange
 from fusedcomp.wire import Payload
@@ -80,7 +81,7 @@ class Merger:
             self.keys, self.flag, coarse=True,
         )  # fmt: skip
         starts = out.starts[0, : segments.num_pages + 1]  # a payload may have room for more pages
-        refine.pack_payload(
+        exchange.ops.pack.pack_payload(
             segments, exchange.bucket.operands, self.keys, self.indices, self.offsets, self.least, None, vector,
             self.flag, self.seed, None, self.packed, starts, out.indices[0], out.values[0], out.header[0],
         )  # fmt: skip

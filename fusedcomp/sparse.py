@@ -199,10 +199,10 @@ class SparseExchange(GatheredExchange):
             segments, self.offsets, buffers.indices, self.residual, self.weights, self.seed, self.shared.parity,
             buffers.ranks, self.widths,
             self.histograms, self.bounds, buffers.near, self.near_counts, self.tickets, self.thresholds, buffers.keys,
-            self.flag,
+            self.flag, coarse=not isinstance(self.compressor, TopK),
         )  # fmt: skip
         payload = buffers.payload
-        refine.pack_payload(
+        self.ops.pack.pack_payload(
             segments, self.bucket.operands, buffers.keys, buffers.indices, self.offsets, self.thresholds,
             self.masked, self.residual, self.flag, self.seed, self.shared.parity, buffers.packed,
             payload.starts[0], payload.indices[0], payload.values[0], payload.header[0], signed=buffers.layout.signed,

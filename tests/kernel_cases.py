@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fusedcomp.kernels.digits import BINS
 from fusedcomp.kernels.headers import HEADER_WORDS
-from fusedcomp.kernels.refine import PACK, SCAN
+from fusedcomp.kernels.pack import PACK
+from fusedcomp.kernels.refine import SCAN
 from fusedcomp.kernels.segments import BLOCK, WORDS, Operands, Segments
 
 POISON = -12345.0

@@ -14,8 +14,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUM = {"rtol": 1e-5, "atol": 1e-6}  # sums of squares: another order of additions
 
 NAMES = (
-    "sample", "compress", "tune", "refine", "apply", "norms", "dense", "headers", "clip", "verdict", "decay", "draws",
-    "merge", "shares", "pieces", "sidco", "narrow",
+    "sample", "compress", "tune", "refine", "pack", "apply", "norms", "dense", "headers", "clip", "verdict", "decay",
+    "draws", "merge", "shares", "pieces", "sidco", "narrow",
 )  # fmt: skip
 KERNELS = {name: importlib.import_module(f"fusedcomp.kernels.{name}") for name in NAMES}
 TWINS = {name: importlib.import_module(f"fusedcomp.kernels.reference.{name}") for name in NAMES}
@@ -132,7 +132,7 @@ def whole_pass(modules: Modules, case: Case, fraction: float, **step: object) ->
     )  # fmt: skip
     out["flag_before_pack"] = out["flag"].clone()
     assert not near_counts.any()
-    modules["refine"].pack_payload(
+    modules["pack"].pack_payload(
         segments, operands, out["keys"], out["indices"], out["offsets"], thresholds, velocity if masking else None,
         residual, out["flag"], case.seed, parity, out["packed"],
         out["starts"], out["out_indices"], out["values"], out["header"], signed=scale is not None,

@@ -373,3 +373,14 @@ def test_active_sets_of_few_blocks_are_all_there_are() -> None:
     drawn = jointspar.sets_of(20, 0.5)
     assert sum(drawn.values()) == pytest.approx(1.0)
     assert drawn == jointspar.sets_of(20, 0.5)
+
+
+def test_merges_are_timed_beside_taking_in(tmp_path: Path) -> None:
+    results = tmp_path / "merging.jsonl"
+    command = [sys.executable, str(ROOT / "bench" / "merging.py"), "--quick", "--device", "cpu", "--results", results]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert {row["provider"] for row in rows} == {"merge", "apply"}
+    assert {(row["ranks"], row["density"]) for row in rows} == {(2, 0.001), (2, 0.05), (2, 0.01), (8, 0.05)}
+    assert all(row["value"] > 0 and row["k"] == round(row["density"] * row["elements"]) for row in rows)

@@ -168,11 +168,11 @@ def test_choosing_from_any_counts(most: int, seed: int) -> None:
 def test_one_program_looks_at_few(variant: str, cost: Cost, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many fewer are sent than there is room for: those in the last one's bin are a small part of all."""
     monkeypatch.setenv("FUSEDCOMP_OPS", "kernels")
-    weight = nn.Parameter(torch.zeros(128, 512))
+    weight = nn.Parameter(torch.zeros(64, 256))
     memory = NoMemory() if variant == "stochastic" else Residual()
     optimizer = fusedcomp.SGD([weight], lr=0.1, compressor=CAT(cost, variant=variant), memory=memory)
     for number in range(2):
-        weight.grad = torch.randn(128, 512, generator=torch.Generator().manual_seed(number)) ** 3
+        weight.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(number)) ** 3
         optimizer.step()
         exchange = optimizer._exchanges[0]
         if exchange.dense_step:
@@ -180,7 +180,7 @@ def test_one_program_looks_at_few(variant: str, cost: Cost, monkeypatch: pytest.
         (low, high, rank, _), candidates = exchange.bounds[0].tolist(), int(exchange.offsets[-1])
         keys = exchange.buffers.keys[:candidates]
         near = int(((keys >= low) & (keys < high)).sum())
-        assert near <= 4 + 0.08 * min(int(exchange.buffers.ranks), candidates) or rank == 0
+        assert near <= 4 + 0.002 * candidates or rank == 0
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs kernels on CPU tensors")

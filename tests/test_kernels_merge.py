@@ -174,14 +174,18 @@ def test_merging(per_tensor: bool, coarse: bool) -> None:
         modules["refine"].list_candidates(
             segments, out["counts"], out["marks"], out["scanned"], out["offsets"], out["indices"]
         )
-        near = torch.full_like(out["keys"], -7)
+        near, bounds = torch.full_like(out["keys"], -7), i64(*[(-7, -7, -7, -7)] * len(ks))
         modules["refine"].select_candidates(
             segments, out["offsets"], out["indices"], vector, None, mine.seed, None, i64(*ks),
             torch.full((len(ks),), 55, dtype=torch.int32, device=DEVICE), out["histograms"],
-            i64(*[(-7, -7, -7, -7)] * len(ks)), near, torch.zeros(len(ks), dtype=torch.int32, device=DEVICE),
+            bounds, near, torch.zeros(len(ks), dtype=torch.int32, device=DEVICE),
             out["tickets"], thresholds, out["keys"], out["flag"], coarse=coarse,
         )  # fmt: skip
-        modules["refine"].pack_payload(
+        if modules is KERNELS and not per_tensor:  # how many the last program looks at, one by one
+            keys = out["keys"][: int(out["offsets"][-1])]
+            close = int(((keys >= bounds[0, 0]) & (keys < bounds[0, 1])).sum())
+            assert (close <= len(keys) // 50) == coarse
+        modules["pack"].pack_payload(
             segments, mine.operands(), out["keys"], out["indices"], out["offsets"], thresholds, None, vector,
             out["flag"], mine.seed, None, out["packed"], out["starts"], out["out_indices"], out["values"],
             out["header"],

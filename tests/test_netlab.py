@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "bench"))  # after tests/, whose modules keep their names
 
 import exchanges  # noqa: E402
+import flat  # noqa: E402
 import linkgate  # noqa: E402
 import models  # noqa: E402
 import netlab  # noqa: E402
@@ -365,3 +366,19 @@ def test_rates_change_in_place_on_both_ends(two_nodes):
         if mbit:
             parameters = [q.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS") for q in buckets(two_nodes)]
             assert {p["rate"] for p in parameters} == {mbit * 125_000}
+
+
+# ---- collectives ---------------------------------------------------------------------------------------------------
+
+
+def test_payloads_travel_every_way(tmp_path):
+    output = tmp_path / "collectives.jsonl"
+    command = [sys.executable, str(ROOT / "bench" / "collectives.py"), "--quick", "--device", "cpu"]
+    command += ["--rates", "10000", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["provider"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert list(rows) == list(flat.LINKS)
+    assert {row["case"] for row in rows.values()} == {"flat6.5m@10gbps/2x1"}
+    assert 0 < rows["gather0.001"]["bytes_sent"] < rows["gather0.05"]["bytes_sent"]
+    assert rows["nccl_fp32"]["bytes_sent"] is None

@@ -23,7 +23,7 @@ SPIKE, SHRINK, RESUME = 400, 600, 800
 
 def watch(exchange: SparseExchange, records: list[tuple[int, int, int, bool]]) -> None:
     """Note for every step: k, entries sent, candidates, and whether what was sent are torch.topk's k largest."""
-    refine, pack = exchange.ops.refine, exchange.ops.refine.pack_payload
+    pack = exchange.ops.pack.pack_payload
 
     def pack_and_compare(*args, **how):
         segments, offsets, residual, (starts, out, values) = args[0], args[4], args[7], args[-4:-1]
@@ -44,11 +44,7 @@ def watch(exchange: SparseExchange, records: list[tuple[int, int, int, bool]]) -
         records.append((len(values), count, int(offsets[-1]), same))
 
     exchange.ops = type(exchange.ops)(**vars(exchange.ops))
-    exchange.ops.refine = type(exchange.ops)(
-        list_candidates=refine.list_candidates,
-        select_candidates=refine.select_candidates,
-        pack_payload=pack_and_compare,
-    )
+    exchange.ops.pack = type(exchange.ops)(pack_payload=pack_and_compare)
 
 
 def digits_net() -> nn.Sequential:
