@@ -20,6 +20,7 @@ import goals
 import plots
 import records
 import sections
+import sections_collectives
 import sections_dgc
 import sections_methods
 import sections_ranks as ranks
@@ -152,6 +153,14 @@ SECTIONS = (
         "buffers.",
         (ranks.netlab, break_evens),
         (plots.RATES, plots.TIMELINE),
+    ),
+    Section(
+        "Ways for payloads to travel",
+        "`TopK`'s payloads gathered, [merged along a tree, or split and reduced](algorithms/sparse-collectives.md): a "
+        "step of one bucket of 6.5 M elements with nothing to hide behind, over shaped links as above "
+        "(`bench/collectives.py`). Eight nodes are more than that host's 16 cores serve evenly: their runs differ. "
+        "Below, what merging takes on the GPU (`bench/merging.py`).",
+        (sections_collectives.travel, sections_collectives.merging),
     ),
     Section(
         "Dense beside compressed",

@@ -19,6 +19,7 @@ import plots  # noqa: E402
 import records  # noqa: E402
 import report  # noqa: E402
 import sections  # noqa: E402
+import sections_collectives  # noqa: E402
 import sections_dgc  # noqa: E402
 import sections_ranks  # noqa: E402
 from book import Book, Key  # noqa: E402
@@ -340,3 +341,28 @@ def test_points_that_would_hide_one_another_stand_side_by_side() -> None:
     assert at["b"] / at["a"] == pytest.approx(1.035)
     assert at["c"] / at["b"] == pytest.approx(1.035)
     assert at["b"] == pytest.approx((5.0 * 5.0 * 5.1) ** (1 / 3))
+
+
+# ---- payloads under way --------------------------------------------------------------------------------------------
+
+
+def test_runs_of_collectives_stand_side_by_side(tmp_path: Path) -> None:
+    """The newest first; what is expected of a gather is bytes over rate, and latency."""
+    case, numel = "flat6.5m@10gbps/8x1", 6_553_600
+    ways = {"alone0.05": 0.5, "gather0.05": 19.0, "tree0.05": 9.0, "split0.05": 16.0}
+    rows = [record("collectives", case, way, ms, elements=numel, gpus=1) for way, ms in ways.items()]
+    table = sections_collectives.travel(book_of(tmp_path, *rows, *(old(row) | {"value": 77.0} for row in rows)))
+    line = next(line for line in table.splitlines() if line.startswith("| 8, 10 Gbit/s"))
+    _, where, density, alone, gather, tree, split, expected, *others, _ = map(str.strip, line.split("|"))
+    assert (where, density) == ("8, 10 Gbit/s", "0.05")
+    assert (alone, gather, tree, split) == ("0.50; 77.00", "19.00; 77.00", "9.00; 77.00", "16.00; 77.00")
+    least = 7 * 6 * 0.05 * numel / 1.25e9 * 1e3  # entries of 6 bytes, of seven others, at the nominal rate
+    assert least < float(expected) < 1.4 * least
+    assert all(0 < float(ms) < float(expected) for ms in others)
+
+
+def test_merges_stand_beside_taking_in(tmp_path: Path) -> None:
+    more = {"elements": 6_553_600, "density": 0.05, "k": 327_680, "ranks": 2, "timing": "graph"}
+    rows = [record("merging", "flat6.55m", name, ms, **more) for name, ms in (("merge", 0.2), ("apply", 0.03))]
+    assert "| 6.55 M | 0.05 | 2 x 327680 | 0.200 | 0.030 |" in sections_collectives.merging(book_of(tmp_path, *rows))
+    assert sections_collectives.merging(book_of(tmp_path / "one", rows[0])) is None

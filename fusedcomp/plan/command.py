@@ -165,7 +165,9 @@ def report(planner: Planner, cluster: Cluster, density: float) -> str:
         lines.append(break_even(planner, cluster, ours.method))
     lines += _notes(planner, cluster)
     if ours.method.collective != "gather":
-        lines.append("The GPU's work of merging payloads has not been measured and is left out.")
+        lines.append(
+            "Merging on the GPU is left out; trees and splits were slower than predicted (docs/benchmarks.md): measure."
+        )
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ crossing   bytes that cross a node's link in one direction, of a payload of n by
                split       a node's ranks send a piece to every owner elsewhere; then an all-gather of shares
 hops       all-gather N - 1 (a ring), all-reduce 2 ceil(log2 N) (a tree, which NCCL may choose), per message; of a tree
            the rounds in which any partner is elsewhere, of a split 1 and those of the all-gather. What merging takes on
-           the GPU was not measured and is left out
+           the GPU is left out (bench/merging.py)
 
 All GPUs are as fast as each other, the network is shared with nobody, a link carries its rate in both directions.
 """
@@ -186,7 +186,7 @@ class Planner:
         arrived = 0.0
         for message in messages if world > 1 else []:
             ready = compute * (FORWARD + (1.0 - FORWARD) * message.ready)
-            arrived = max(arrived, ready) + self._message_ms(message, cluster)
+            arrived = max(arrived, ready) + _message_ms(message, cluster, self.calibration)
         exposed, optimizer = max(0.0, arrived - compute), self._optimizer_ms(method, entries, world)
         host = self.host_ms or 0.0
         if host and world > 1:
@@ -262,25 +262,6 @@ class Planner:
 
     # ---- milliseconds ------------------------------------------------------------------------------------------
 
-    def _message_ms(self, message: _Message, cluster: Cluster) -> float:
-        world, nodes, known = cluster.world_size, cluster.nodes, self.calibration
-        ring, least = 2 * (world - 1) / world, 2 * (nodes - 1) / nodes
-        reduced = ring if nodes == 1 else known.ring_share * ring + (1 - known.ring_share) * least
-        crossing, hops = message.nbytes * reduced, 2 * math.ceil(math.log2(nodes))
-        if message.kind == "gather":
-            crossing, hops = message.nbytes * (world - 1), nodes - 1
-        elif message.kind == "tree":
-            crossings, hops = tree_crossings(nodes, cluster.gpus_per_node)
-            crossing = message.nbytes * (crossings if nodes > 1 else payloads_received("tree", world))
-        elif message.kind == "split":
-            leaving = cluster.gpus_per_node * message.owners * (nodes - 1) / nodes if nodes > 1 else message.owners
-            crossing, hops = message.piece * leaving + message.nbytes * (world - 1), nodes
-        if nodes == 1:
-            return 1e3 * crossing / known.nvlink_bytes_per_s
-        rate = cluster.bandwidth_bytes_per_s * (1.0 if cluster.measured else known.efficiency)
-        latency = known.latency_s if cluster.latency_s is None else cluster.latency_s
-        return 1e3 * (message.collectives * hops * latency + crossing / rate)
-
     def _optimizer_ms(self, method: Method, entries: int, world: int) -> float:
         if method.name != "topk":
             return 0.0
@@ -288,6 +269,32 @@ class Planner:
         applied = entries * (world if method.collective == "gather" else 1)
         ours = self.card.compress_ms(numel, entries) + self.card.apply_ms(applied)
         return ours - self.card.fused_sgd_ms(numel)
+
+
+def _message_ms(message: _Message, cluster: Cluster, known: Calibration) -> float:
+    world, nodes = cluster.world_size, cluster.nodes
+    ring, least = 2 * (world - 1) / world, 2 * (nodes - 1) / nodes
+    reduced = ring if nodes == 1 else known.ring_share * ring + (1 - known.ring_share) * least
+    crossing, hops = message.nbytes * reduced, 2 * math.ceil(math.log2(nodes))
+    if message.kind == "gather":
+        crossing, hops = message.nbytes * (world - 1), nodes - 1
+    elif message.kind == "tree":
+        crossings, hops = tree_crossings(nodes, cluster.gpus_per_node)
+        crossing = message.nbytes * (crossings if nodes > 1 else payloads_received("tree", world))
+    elif message.kind == "split":
+        leaving = cluster.gpus_per_node * message.owners * (nodes - 1) / nodes if nodes > 1 else message.owners
+        crossing, hops = message.piece * leaving + message.nbytes * (world - 1), nodes
+    if nodes == 1:
+        return 1e3 * crossing / known.nvlink_bytes_per_s
+    rate = cluster.bandwidth_bytes_per_s * (1.0 if cluster.measured else known.efficiency)
+    latency = known.latency_s if cluster.latency_s is None else cluster.latency_s
+    return 1e3 * (message.collectives * hops * latency + crossing / rate)
+
+
+def exchange_ms(bucket: Bucket, method: Method, cluster: Cluster, calibration: Calibration) -> float | None:
+    """What a compressed bucket takes on the links, milliseconds; None: it goes dense."""
+    message = _sparse(bucket, method, cluster.world_size)
+    return None if message is None else _message_ms(message, cluster, calibration)
 
 
 def _sparse(bucket: Bucket, method: Method, world: int) -> _Message | None:
