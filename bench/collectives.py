@@ -21,7 +21,7 @@ from typing import Any
 import flat
 import harness
 import netlab
-from harness import log, quantile
+from harness import log
 from netlab import Bench, Layout
 from rankset import CellError
 
@@ -54,14 +54,12 @@ class Set(netlab.Set):
         if not row.startswith("alone") and not all(rank["identical"] for rank in found):
             self.bench.failed(f"{case} {row}: parameters differ between ranks")
             return
-        times = [rank["ms"] for rank in found]
-        value = quantile(times[0], 0.5)
+        figures = netlab.spread([rank["ms"] for rank in found])
         self.bench.record(
-            bench="collectives", case=case, provider=row, metric="ms", value=value, p20=quantile(times[0], 0.2),
-            p80=quantile(times[0], 0.8), max_ms=max(quantile(t, 0.5) for t in times), world=self.layout.ranks,
+            bench="collectives", case=case, provider=row, metric="ms", **figures, world=self.layout.ranks,
             bytes_sent=found[0]["bytes_sent"], gate=gate, nccl=self.ranks.transport(), **self.facts,
         )  # fmt: skip
-        log(f"  {case} {row}: {value:.3f} ms")
+        log(f"  {case} {row}: {figures['value']:.3f} ms")
 
 
 def main() -> None:

@@ -254,10 +254,7 @@ class Set:
             case=case,
             provider=row,
             metric="ms",
-            value=ms,
-            p20=quantile(timed[0], 0.2),
-            p80=quantile(timed[0], 0.8),
-            max_ms=max(quantile(t, 0.5) for t in timed),
+            **spread(timed),
             exposed_ms=None if alone is None else ms - alone,
             stretches_ms=timed[0],
             world=self.layout.ranks,
@@ -301,14 +298,19 @@ class Set:
                 self._record_flat(case, name, "graph_ms", [rank[name]["ms"] for rank in graphs])
 
     def _record_flat(self, case: str, name: str, metric: str, times: list[list[float]]) -> None:
-        quantiles = {"p20": quantile(times[0], 0.2), "p80": quantile(times[0], 0.8)}
-        quantiles["max_ms"] = max(quantile(t, 0.5) for t in times)
-        value = quantile(times[0], 0.5)
+        figures = spread(times)
         self.bench.record(
-            bench="step", case=case, provider=name, metric=metric, value=value, world=self.layout.ranks,
-            nccl=self.ranks.transport(), **quantiles,
+            bench="step", case=case, provider=name, metric=metric, world=self.layout.ranks,
+            nccl=self.ranks.transport(), **figures,
         )  # fmt: skip
-        log(f"  {case} {name}: {metric} {value:.3f}")
+        log(f"  {case} {name}: {metric} {figures['value']:.3f}")
+
+
+def spread(times: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The median, p20 and p80 of rank 0, and the slowest rank's median."""
+    first = times[0]
+    value, p20, p80 = (quantile(first, share) for share in (0.5, 0.2, 0.8))
+    return {"value": value, "p20": p20, "p80": p80, "max_ms": max(quantile(t, 0.5) for t in times)}
 
 
 def refused(row: str, check: Sequence[dict[str, Any]]) -> str | None:
