@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 import warnings
@@ -25,7 +26,7 @@ def _main(rank: int, world: int, store: str, out: Any, fn: Callable[..., Any], a
     try:
         timeout = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
-        out.put((rank, fn(rank, world, *args), None))
+        out.put((rank, pickle.dumps(fn(rank, world, *args)), None))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -36,7 +37,10 @@ def _main(rank: int, world: int, store: str, out: Any, fn: Callable[..., Any], a
 
 
 def run(fn: Callable[..., Any], world: int, *args: Any, seconds: float = 120) -> list[Any]:
-    """``fn(rank, world, *args)`` on ``world`` gloo ranks; their results by rank (plain data, not tensors)."""
+    """``fn(rank, world, *args)`` on ``world`` gloo ranks; their results by rank.
+
+    Results come as bytes: a queue would pass a tensor's memory on, which is gone if its rank ends first.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = _CONTEXT.Queue()
         store = os.path.join(folder, "store")
@@ -48,7 +52,7 @@ def run(fn: Callable[..., Any], world: int, *args: Any, seconds: float = 120) ->
             while len(results) < world:
                 rank, result, error = out.get(timeout=seconds)
                 assert error is None, f"rank {rank}:\n{error}"
-                results[rank] = result
+                results[rank] = pickle.loads(result)
             for process in processes:
                 process.join(30)
         finally:
