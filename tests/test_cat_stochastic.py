@@ -203,7 +203,7 @@ def _sent_over(steps: int, gradient: Tensor, compressor: CAT, **selection: Any) 
     return torch.stack(sent).double(), exchange
 
 
-STEPS = 3000
+STEPS = 2000
 
 
 def _is_unbiased(sent: Tensor, gradient: Tensor) -> None:
