@@ -9,6 +9,7 @@ bench/report.py writes fusedcomp/plan/calibration.json and the table of docs/pla
     latency     median over gates of (gather of 0.2 MB a rank - its transfer at the bulk's rate) / (W - 1)
     ring_share  least squares over all-reduce steps on several GPUs per node
     compress    ms = a + b * elements + c * entries sent, least squares of relative errors, per card
+    merge       ms = a + b * elements + c * entries that come together, likewise
 """
 
 import json
@@ -65,6 +66,7 @@ def constants(book: Book) -> dict[str, Any] | None:
         "cards": {key: _card(book, name) for key, name in CARDS.items()},
         "models": {name: _model(name, steps) for name in MODELS},
         "host_ms": {method.name: {"value": 0.0} for method in METHODS.values()},
+        "merge": _merge(book, steps[-1]["card"]),
         "constants": {
             "efficiency": _over_gates(shaped, _bulk_share),
             "latency_s": _over_gates(shaped, _hop_seconds),
@@ -170,6 +172,17 @@ def _card(book: Book, name: str) -> dict[str, Any]:
         "apply": _fit([[1.0, entries(case, row) * row["ranks"]] for case, row in apply], apply),
         "fused_sgd": _fit([[1.0, numels[case]] for case, _ in fused], fused),
     }
+
+
+def _merge(book: Book, card: str) -> dict[str, Any]:
+    """Of the newest record of every case."""
+    newest = {}
+    for row in book.rows:
+        counts = row["bench"] == "merging" and row["provider"] == "merge" and row.get("timing") == "graph"
+        if counts and row["card"] == card:
+            newest[row["case"], row["density"], row["ranks"]] = row
+    rows = list(newest.values())
+    return _fit([[1.0, row["elements"], row["ranks"] * row["k"]] for row in rows], [(r["case"], r) for r in rows])
 
 
 def _fit(terms: Sequence[Sequence[float]], found: Sequence[tuple[str, Record]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _TENSORS = flat.LINK_SHAPE[0]
 
 
 def travel(book: Book) -> str | None:
-    """A step of one bucket with each collective, beside what `plan` expects of the links."""
+    """A step of one bucket with each collective, beside what `plan` expects."""
     lines, used = [], []
     for case in sorted(book.cases("collectives"), key=lambda case: (nodes_of(case), -rate_of(case))):
         for density in flat.DENSITIES:
@@ -26,10 +26,11 @@ def travel(book: Book) -> str | None:
             lines[-1] += expected
     if not lines:
         return None
-    header = ["nodes", "density", "alone", *COLLECTIVES, *(f"{way}, expected of links" for way in COLLECTIVES)]
+    header = ["nodes", "density", "alone", *COLLECTIVES, *(f"{way}, expected" for way in COLLECTIVES)]
     gpus = {row["gpus"] for row in used}
     note = (
-        "Milliseconds: medians, the newest run first. Alone: the same without an exchange. Nodes shared "
+        "Milliseconds: medians, the newest run first. Alone: the same without an exchange. Expected: alone, and "
+        "what `plan` says of links and merges, which take turns on a GPU that nodes share. Nodes shared "
         f"{' or '.join(map(str, sorted(gpus)))} GPU{'' if gpus == {1} else 's'}. {origin(used)}"
     )
     return markdown(header, lines, words=2) + "\n\n" + note
@@ -49,11 +50,12 @@ def _medians(rows: Sequence[Record]) -> str:
 
 
 def _expected(row: Record, case: str, density: float, way: str) -> str:
-    """Of the links alone, from the constants of `plan`."""
+    """From the constants of `plan`, on top of the step alone."""
     bucket = Bucket(row["elements"], 1.0, _TENSORS, -(-row["elements"] // PAGE), sparse=True)
     cluster = Cluster(nodes_of(case), 1, rate_of(case) * 1e9 / 8)
-    found = exchange_ms(bucket, Method("topk", density, collective=way), cluster, load())
-    return "dense" if found is None else f"{found:.2f}"
+    shared = -(-cluster.world_size // row["gpus"])
+    found = exchange_ms(bucket, Method("topk", density, collective=way), cluster, load(), shared)
+    return "dense" if found is None else f"{row['value'] + found:.2f}"
 
 
 def merging(book: Book) -> str | None:

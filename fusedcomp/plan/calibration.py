@@ -91,6 +91,7 @@ class Calibration:
         measured_on: full name of the GPU whose steps were measured.
         host_ms: per method, what a step takes longer than without communication where the host is the slowest,
             milliseconds.
+        merge: of payloads on the measured GPU: ms; ms per element of what is merged; ms per entry that comes together.
         efficiency: share of a link's nominal rate that a large all-reduce reaches.
         latency_s: of a message to the next node, seconds.
         ring_share: 1: an all-reduce over several GPUs a node crosses links as a ring's does; 0: as little as possible.
@@ -102,11 +103,17 @@ class Calibration:
     models: Mapping[str, Workload]
     measured_on: str
     host_ms: Mapping[str, float]
+    merge: tuple[float, float, float]
     efficiency: float
     latency_s: float
     ring_share: float
     nvlink_bytes_per_s: float
     mean_error: float
+
+    def merge_ms(self, numel: int, entries: int) -> float:
+        """Merging payloads with so many entries, each of so many elements."""
+        fixed, per_element, per_entry = self.merge
+        return fixed + per_element * numel + per_entry * entries
 
     def workload(self, model: str | int) -> Workload:
         """A measured model by name, or one of so many parameters with the tensors of GPT-2.
@@ -182,6 +189,7 @@ def parse(told: Mapping[str, Any]) -> Calibration:
         models=models,
         measured_on=told["measured_on"],
         host_ms={method: fit["value"] for method, fit in told["host_ms"].items()},
+        merge=tuple(told["merge"]["coefficients"]),
         efficiency=value("efficiency"),
         latency_s=value("latency_s"),
         ring_share=value("ring_share"),

@@ -1,7 +1,7 @@
 """What a training step takes with dense and with compressed exchanges, from measured constants (calibration.json).
 
     ready(b)   = compute * (1/3 + 2/3 * share of backward that is done when bucket b is full)
-    arrived(b) = max(ready(b), arrived(b - 1)) + hops * latency + crossing / (efficiency * rate)
+    arrived(b) = max(ready(b), arrived(b - 1)) + hops * latency + crossing / (efficiency * rate) + merges * merge
     device     = max(compute, arrived(last bucket)) + optimizer
     step       = max(device, host)
 
@@ -16,8 +16,9 @@ crossing   bytes that cross a node's link in one direction, of a payload of n by
                tree        n for every rank of a node whose partner of a round is elsewhere, round by round
                split       a node's ranks send a piece to every owner elsewhere; then an all-gather of shares
 hops       all-gather N - 1 (a ring), all-reduce 2 ceil(log2 N) (a tree, which NCCL may choose), per message; of a tree
-           the rounds in which any partner is elsewhere, of a split 1 and those of the all-gather. What merging takes on
-           the GPU is left out (bench/merging.py)
+           the rounds in which any partner is elsewhere, of a split 1 and those of the all-gather
+merges     of a tree one a round, of 2 k entries each; of a split one, of what W ranks send to the owner of a range;
+           merge is linear in elements and entries
 
 All GPUs are as fast as each other, the network is shared with nobody, a link carries its rate in both directions.
 """
@@ -142,6 +143,8 @@ class _Message:
     collectives: int = 1
     piece: int = 0  # bytes for every owner, of a split
     owners: int = 0
+    merges: int = 0  # one after another, on the GPU
+    merged: tuple[int, int] = (0, 0)  # elements of what is merged, entries that come together
 
     def sent(self, world: int) -> int:
         """Bytes that the rank that sends most hands to the collectives."""
@@ -271,7 +274,12 @@ class Planner:
         return ours - self.card.fused_sgd_ms(numel)
 
 
-def _message_ms(message: _Message, cluster: Cluster, known: Calibration) -> float:
+def _message_ms(message: _Message, cluster: Cluster, known: Calibration, ranks_per_gpu: int = 1) -> float:
+    merging = ranks_per_gpu * message.merges * known.merge_ms(*message.merged)
+    return _links_ms(message, cluster, known) + merging
+
+
+def _links_ms(message: _Message, cluster: Cluster, known: Calibration) -> float:
     world, nodes = cluster.world_size, cluster.nodes
     ring, least = 2 * (world - 1) / world, 2 * (nodes - 1) / nodes
     reduced = ring if nodes == 1 else known.ring_share * ring + (1 - known.ring_share) * least
@@ -291,27 +299,33 @@ def _message_ms(message: _Message, cluster: Cluster, known: Calibration) -> floa
     return 1e3 * (message.collectives * hops * latency + crossing / rate)
 
 
-def exchange_ms(bucket: Bucket, method: Method, cluster: Cluster, calibration: Calibration) -> float | None:
-    """What a compressed bucket takes on the links, milliseconds; None: it goes dense."""
+def exchange_ms(
+    bucket: Bucket, method: Method, cluster: Cluster, calibration: Calibration, ranks_per_gpu: int = 1
+) -> float | None:
+    """What a compressed bucket takes on the links and to be merged, milliseconds; None: it goes dense.
+
+    ``ranks_per_gpu``: that share a GPU, whose merges take turns.
+    """
     message = _sparse(bucket, method, cluster.world_size)
-    return None if message is None else _message_ms(message, cluster, calibration)
+    return None if message is None else _message_ms(message, cluster, calibration, ranks_per_gpu)
 
 
 def _sparse(bucket: Bucket, method: Method, world: int) -> _Message | None:
     """A compressed bucket's exchange; None: it goes dense."""
     raw, payload = 4 * bucket.numel, payload_nbytes(bucket, method)
+    k = count_at(method.density, bucket.numel)
     if method.collective == "split" and world > 1:
-        split, piece, share = split_layouts(
-            bucket.segments, bucket.pages, count_at(method.density, bucket.numel), method.wire_dtype, False, world
-        )
+        split, piece, share = split_layouts(bucket.segments, bucket.pages, k, method.wire_dtype, False, world)
         if split_is_dearer(split, piece.nbytes, share.nbytes, raw, world):
             return None
-        return _Message(share.nbytes, "split", bucket.ready, piece=piece.nbytes, owners=split.owners)
+        merged = bucket.numel // split.owners, world * k // split.owners
+        return _Message(share.nbytes, "split", bucket.ready, 1, piece.nbytes, split.owners, 1, merged)
     if dense_is_cheaper(payload, raw, world, "tree" if method.collective == "tree" else "gather"):
         return None
     if method.collective != "tree":
         return _Message(payload, "gather", bucket.ready)
-    return _Message(payload + 4 * dense_numel(bucket.segments, 0, with_norms=False), "tree", bucket.ready)
+    nbytes, rounds = payload + 4 * dense_numel(bucket.segments, 0, with_norms=False), len(Tree.of(0, world).rounds)
+    return _Message(nbytes, "tree", bucket.ready, merges=rounds, merged=(bucket.numel, 2 * k))
 
 
 @functools.cache
