@@ -52,7 +52,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"GradScaler: growth_interval must be an integer >= 1, got {growth_interval!r}")
         if not is_flag(enabled):
             raise TypeError(f"GradScaler: enabled must be True or False, got {enabled!r}")
-        if torch.device(device).type not in ("cuda", "cpu"):
+        if not isinstance(device, str | torch.device) or str(device).partition(":")[0] not in ("cuda", "cpu"):
             raise ValueError(f"GradScaler: device must be 'cuda' or 'cpu', got {device!r}")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._judged: list[torch.Tensor] = []  # what optimizers said since the last update: f32 (1,)

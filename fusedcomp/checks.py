@@ -13,7 +13,7 @@ from fusedcomp.compressors import CAT, SPARSIFIERS, Identity, Threshold, TopK
 from fusedcomp.costs import LinkCost
 from fusedcomp.kernels.headers import FORMAT_VERSION
 from fusedcomp.memories import MomentumCorrection, NoMemory, Residual
-from fusedcomp.values import is_flag, is_number
+from fusedcomp.values import is_flag, is_number, plain
 
 # Arguments of torch's optimizers that have no meaning here, with the values that ask for nothing.
 TORCH_ONLY = {
@@ -38,7 +38,7 @@ def torch_only(given: Mapping[str, Any], name: str) -> None:
         if argument not in TORCH_ONLY:
             raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
         *neutral, reason = TORCH_ONLY[argument]
-        if value not in neutral:
+        if not isinstance(plain(value), int | float | None) or value not in neutral:
             raise ValueError(f"{name} does not take {argument}={value!r}: {reason}; leave it out")
 
 
@@ -46,6 +46,12 @@ def positive(argument: str, value: Any) -> None:
     """Refuse what is not a finite number above 0."""
     if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"{argument} must be finite and > 0, got {value!r}")
+
+
+def not_negative(argument: str, value: Any) -> None:
+    """Refuse what is not a finite number of 0 or more."""
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise ValueError(f"{argument} must be finite and >= 0, got {value!r}")
 
 
 def flag(argument: str, value: Any) -> None:
@@ -188,15 +194,13 @@ def group(group: Mapping[str, Any], name: str, states: torch.dtype, *, is_new: b
     for argument in _FLAGS:
         flag(f"{name}: {argument}", group.get(argument, False))
     lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"{name}: a tensor lr must have one element, got shape {tuple(lr.shape)}")
-    elif not is_number(lr) or not lr >= 0:
-        raise ValueError(f"{name}: lr must be >= 0, got {lr!r}")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{name}: a tensor lr must have one element, got shape {tuple(lr.shape)}")
+    if not (isinstance(lr, Tensor) and lr.is_cuda):  # what is on a device is the device's: to look would wait for it
+        not_negative(f"{name}: lr", lr.item() if isinstance(lr, Tensor) else lr)
     momenta(name, group["momentum"], group["nesterov"] and is_new)
     for argument in ("weight_decay", "eps"):
-        if not group.get(argument, 0.0) >= 0.0:
-            raise ValueError(f"{name}: {argument} must be >= 0, got {group[argument]!r}")
+        not_negative(f"{name}: {argument}", group.get(argument, 0.0))
     if "trust_coefficient" in group:
         positive(f"{name}: trust_coefficient", group["trust_coefficient"])
     memory_goes_with(name, group["compressor"], group["memory"], states)

@@ -9,7 +9,7 @@ Identity   everything: torch's own optimizer, in our buckets
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -145,7 +145,13 @@ class Threshold:
         if self.value is not None:
             return self.value
         assert self.density is not None
-        return 0.5 / math.sqrt(self.density * max(numel, 1))
+        value = 0.5 / math.sqrt(self.density * max(numel, 1))
+        if value > _LARGEST:
+            raise ValueError(
+                f"Threshold: density must be larger for {numel} elements: {self.density!r} asks for a value of "
+                f"{value:.2g}, and fp32 holds 3.4e38 at most"
+            )
+        return value
 
 
 @dataclass(frozen=True)
@@ -285,17 +291,18 @@ def _check_steps(name: str, steps: Any) -> None:
 
 def _checked_warmup(name: str, densities: Any, steps: int, check: Callable[[str, Any], None]) -> tuple[float, ...]:
     """The densities of a warm-up as plain numbers."""
-    if isinstance(densities, str) or not isinstance(densities, Iterable):
-        raise TypeError(f"{name}: warmup_densities must be a sequence of densities, got {densities!r}")
-    densities = tuple(plain(d) for d in densities)
-    for density in densities:
+    try:
+        found = tuple(plain(d) for d in ([densities] if isinstance(densities, str) else densities))
+    except TypeError:
+        raise TypeError(f"{name}: warmup_densities must be a sequence of densities, got {densities!r}") from None
+    for density in found:
         check(f"{name}: warmup_densities", density)
-    if not 0 < len(densities) <= steps:
+    if not 0 < len(found) <= steps:
         raise ValueError(
             f"{name}: warmup_densities must be at least one density, and warmup_steps at least as many, got "
-            f"{len(densities)} densities for {steps!r} steps"
+            f"{len(found)} densities for {steps!r} steps"
         )
-    return densities
+    return found
 
 
 def _density_at(step: int, density: float, warmup_steps: int, densities: Sequence[float] | None) -> float:

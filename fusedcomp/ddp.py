@@ -97,7 +97,7 @@ class CompressionState:
             checks.flag("CompressionState: nesterov", nesterov)
             checks.momenta("CompressionState", momentum, nesterov)
             self.momentum, self.nesterov = plain(momentum), nesterov
-            self.memory = memory or default_memory(compressor, momentum)
+            self.memory = default_memory(compressor, momentum) if memory is None else memory
             self.compressor, self.state_dtype, self.grad_scaler = compressor, state_dtype, grad_scaler
             checks.hook(vars(self), max_grad_norm, clip_scope, skip_nonfinite)
             if self._levels is not None:

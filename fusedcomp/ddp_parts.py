@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class Part:
 def named(params: Any) -> dict[Tensor, str]:
     """Parameter -> name; a position where none was given. DDP's prefix, which all names have, goes."""
     found: dict[Tensor, str] = {}
+    if isinstance(params, Tensor) or not isinstance(params, Iterable | None):
+        raise TypeError(f"params must be parameters or (name, parameter) pairs, got {type(params).__name__}")
     for index, item in enumerate([] if params is None else params):
         name, param = item if isinstance(item, tuple) else (str(index), item)
         if not isinstance(param, Tensor):

@@ -8,7 +8,7 @@ NoMemory            what is not sent is lost
 from dataclasses import dataclass
 from typing import Any
 
-from fusedcomp.values import is_flag, plain
+from fusedcomp.values import is_flag, is_number, plain
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def default_memory(compressor: Any, momentum: float) -> Memory:
     """What is kept where nothing is said of it."""
     if getattr(compressor, "variant", None) == "stochastic":
         return NoMemory()
-    return MomentumCorrection() if momentum > 0 else Residual()
+    return MomentumCorrection() if is_number(momentum) and momentum > 0 else Residual()
 
 
 def accumulation(memory: Memory, nesterov: bool) -> str:

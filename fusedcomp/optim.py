@@ -67,9 +67,10 @@ class SGD(CompressedOptimizer):
             takes one more read of the gradient.
         clip_scope: whose norm that is: of the whole ``"model"``, which must then wait for the end of backward (nothing
             overlaps), of a ``"bucket"``, or of a ``"tensor"``.
-        skip_nonfinite: a NaN or inf in a gradient of any rank (or 1e34, which would overflow the states later) makes
-            the step void on all: parameters, states and counters stay as they are, bit for bit. 8 more bytes per
-            compressed parameter (4 with bf16 states). The default passes them on, as DDP does.
+        skip_nonfinite: a NaN or inf in a gradient of any rank (or what would overflow the states later: 1e34, after
+            weight decay and trust ratio) makes the step void on all: parameters, states and counters stay as they are,
+            bit for bit. 8 more bytes per compressed parameter (4 with bf16 states). The default passes them on, as DDP
+            does.
         grad_scaler: a ``fusedcomp.GradScaler`` that scales the losses, for fp16; such steps are then void as well.
 
     Raises:

@@ -8,6 +8,7 @@ optimizer.step()    # wait, then apply what all ranks sent
 import contextlib
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +146,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._lr_sent: list[float | None] = [None] * len(self.param_groups)
         self._with_momentum = [group["momentum"] > 0 for group in self.param_groups]
         self._built_for = [_choices(group) for group in self.param_groups]
+        self._checked = [dict(group) for group in self.param_groups]
         # Where the sums over ranks of 16-bit parameters are formed, one bucket after another.
         narrow = [b for b in self._buckets if b.treatment.sparse and b.treatment.dtype != torch.float32]
         numel = max((b.segments.padded_numel for b in narrow), default=0)
@@ -204,6 +206,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[index]
         return _choices(group) != self._built_for[index] or (group["momentum"] > 0 and not self._with_momentum[index])
 
+    def _check_changes(self, index: int) -> None:
+        """Bad values put into a param group since the last step go, so that the step can end; then all ranks raise."""
+        group, known = self.param_groups[index], self._checked[index]
+        if len(group) == len(known) and all(map(operator.is_, group.values(), known.values())):
+            return
+        try:
+            checks.group(group, type(self).__name__, self._settings.state_dtype, is_new=False)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            group.clear()
+            group.update(known)
+            self.fail(f"param group {index} was changed to what it cannot be, and is again as it was: {error}")
+        self._checked[index] = dict(group)
+
     def _mirror_lr(self) -> None:
         """Keep lr as the user gave it and its value in a device scalar; a host number travels as a launch argument."""
         for index, group in enumerate(self.param_groups):
@@ -226,6 +241,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"parameter {self.name_of(alive)} received a gradient, but its block is inactive in this step, which "
                 "all ranks count on: requires_grad was switched on since the last draw() of JointSpar"
             )
+        self._check_changes(group)
         if self._has_new_plan(group):
             self.fail(
                 f"compressor, memory or decay of group {group} was changed, or its momentum switched on; call "

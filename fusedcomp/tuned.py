@@ -7,6 +7,7 @@ Drawn entries are the largest of |gradient| / u, u by chance. Samples have a u o
 gradient on average if the threshold that they set turns out to be the one that counts.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ class TunedExchange(SparseExchange):
             )
         self.sizing = self._adaptive(sampled_room(self.compressor, segments.numel))
         terms = self.compressor.cost.terms(self._message())
-        self.costs = torch.tensor([terms.each, terms.fixed], dtype=torch.float64, device=device)
+        exponent = math.frexp(max(terms.each, terms.fixed))[1]  # the choice is of ratios: near 1 no product underflows
+        costs = [math.ldexp(cost, -exponent) for cost in (terms.each, terms.fixed)]
+        self.costs = torch.tensor(costs, dtype=torch.float64, device=device)
         self.cost_shape = torch.tensor([terms.whole, terms.lead], dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTERS, MAGNITUDES, dtype=torch.int32, device=device)
         self.wanted = torch.zeros(1, dtype=torch.int32, device=device)

@@ -5,8 +5,14 @@ from typing import Any
 
 
 def is_number(value: Any) -> bool:
-    """An int, a float, or what stands for one."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """An int, a float, or what stands for one; 10**400 is none, for no float holds it."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def is_count(value: Any) -> bool:

@@ -267,6 +267,25 @@ def test_bad_arguments() -> None:
         assert message_of(make).startswith(told)
 
 
+@pytest.mark.parametrize("variant", ["sparse", "sparse_quantized", "stochastic"])
+def test_only_ratios_of_costs_matter(variant: str) -> None:
+    """Down to what fp64 just holds: the same number of entries in every step."""
+
+    def sent(unit: float) -> list[int]:
+        cost = AffineCost(unit, 1500.0 * unit)
+        memory = NoMemory() if variant == "stochastic" else Residual()
+        weight, optimizer, _ = stepper((4096,), CAT(cost, variant=variant), memory, 0.0)
+        draw, found = torch.Generator().manual_seed(0), []
+        for _ in range(3):
+            weight.grad = torch.randn(4096, generator=draw) ** 3
+            optimizer.step()
+            found.append(int(optimizer.metrics()["nnz"]))
+        return found
+
+    assert min(sent(1.0)) > 1
+    assert all(sent(2.0**power) == sent(1.0) for power in (-1074, -1000, -100, 38))
+
+
 @pytest.mark.parametrize("cost", [AffineCost(2.0, 60.0), PacketCost(512, 64, 64), LinkCost(1e-5, 1e9, 0.1)])
 def test_a_record_through_a_checkpoint(cost: Any, tmp_path: Any) -> None:
     weight = nn.Parameter(torch.zeros(64, 64))

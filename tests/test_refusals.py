@@ -1,5 +1,6 @@
 """What is refused, and how: the argument, the rule and the value; a parameter by its name."""
 
+import math
 from collections.abc import Callable
 
 import numpy
@@ -8,13 +9,43 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedcomp import LARS, SGD, MomentumCorrection, TopK
-from ranks import net
+from fusedcomp import LARS, SGD, GradScaler, JointSpar, MomentumCorrection, Threshold, TopK
+from fusedcomp.ddp import CompressionState
+from ranks import digest, loss_of, message_of, net, run
 
 REFUSED = {
     "lr": (ValueError, lambda p: SGD(p, lr=-1.0), "-1.0"),
     "momentum": (ValueError, lambda p: SGD(p, momentum=1.0), "1.0"),
     "weight_decay": (ValueError, lambda p: SGD(p, weight_decay=-0.5), "-0.5"),
+    "lr inf": (ValueError, lambda p: SGD(p, lr=math.inf), "finite and >= 0, got inf"),
+    "lr nan": (ValueError, lambda p: SGD(p, lr=torch.tensor(math.nan)), "finite and >= 0, got nan"),
+    "lr tensor": (ValueError, lambda p: SGD(p, lr=torch.tensor(-1.0)), "finite and >= 0, got -1.0"),
+    "momentum None": (ValueError, lambda p: SGD(p, momentum=None), "in [0, 1), got None"),
+    "momentum x": (ValueError, lambda p: SGD([{"params": p, "momentum": "x"}], lr=0.1), "in [0, 1), got 'x'"),
+    "weight_decay x": (ValueError, lambda p: SGD(p, weight_decay="x"), "finite and >= 0, got 'x'"),
+    "weight_decay inf": (ValueError, lambda p: SGD(p, weight_decay=math.inf), "finite and >= 0, got inf"),
+    "weight_decay True": (ValueError, lambda p: SGD(p, weight_decay=True), "finite and >= 0, got True"),
+    "weight_decay array": (ValueError, lambda p: SGD(p, weight_decay=numpy.array([0.5])), "got array([0.5])"),
+    "eps None": (ValueError, lambda p: LARS(p, eps=None), "finite and >= 0, got None"),
+    "dampening tensor": (ValueError, lambda p: SGD(p, dampening=torch.zeros(2)), "dampening=tensor([0., 0.])"),
+    "bucket_cap_mb huge": (ValueError, lambda p: SGD(p, bucket_cap_mb=10**400), "finite and > 0, got 1000"),
+    "memory False": (TypeError, lambda p: CompressionState(TopK(0.1), memory=False), "NoMemory(), got False"),
+    "memory []": (TypeError, lambda p: CompressionState(TopK(0.1), memory=[]), "NoMemory(), got []"),
+    "params": (TypeError, lambda p: CompressionState(TopK(0.1), torch.zeros(2)), "pairs, got Tensor"),
+    "params too": (TypeError, lambda p: CompressionState(TopK(0.1), 3), "pairs, got int"),
+    "warmup_densities": (
+        TypeError,
+        lambda p: TopK(0.1, warmup_steps=3, warmup_densities=torch.tensor(0.5)),
+        "got tensor(0.5000)",
+    ),
+    "device": (ValueError, lambda p: GradScaler("x"), "'cuda' or 'cpu', got 'x'"),
+    "device too": (ValueError, lambda p: GradScaler(0), "'cuda' or 'cpu', got 0"),
+    "budget": (ValueError, lambda p: JointSpar(SGD(p), 10**400), "in (0, 1], a share of the blocks, got 1000"),
+    "density of Threshold": (
+        ValueError,
+        lambda p: SGD(p, compressor=Threshold.from_density(1e-300)),
+        "1e-300 asks for a value of",
+    ),
     "nesterov": (ValueError, lambda p: SGD(p, nesterov=True), "momentum > 0"),
     "dampening": (ValueError, lambda p: SGD(p, momentum=0.9, dampening=0.5), "0.5"),
     "foreach": (ValueError, lambda p: SGD(p, foreach=True), "True"),
@@ -69,6 +100,48 @@ def test_what_holds_for_all_groups_is_refused_in_one(argument: str, value: objec
             build()
         assert repr(value) in str(caught.value)
     assert len(optimizer.param_groups) == 1
+
+
+LATER = [
+    ("momentum", 2.0), ("momentum", None), ("lr", -1.0), ("lr", math.nan), ("lr", "x"), ("weight_decay", -1.0),
+    ("weight_decay", "x"), ("nesterov", "x"), ("maximize", 2), ("dampening", 0.5), ("max_grad_norm", 1.0),
+    ("memory", 3), ("compressor", "topk"), ("trust_coefficient", None), ("eps", -1.0),
+]  # fmt: skip
+
+
+def values_put_in_later(rank: int, world: int) -> tuple[list[tuple[str, bool]], bytes]:
+    """On the last rank alone. What every rank then hears, whether the group is as it was; and the parameters."""
+    model = net()
+    optimizer = LARS(model.parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.1))
+    heard = []
+    for step, (argument, value) in enumerate(LATER):
+        before = dict(optimizer.param_groups[0])
+        optimizer.zero_grad()
+        if rank == world - 1:
+            optimizer.param_groups[0][argument] = value
+
+        def update(step: int = step) -> None:
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+
+        heard.append((message_of(update), optimizer.param_groups[0] == before))
+        optimizer.zero_grad()
+        update()
+    return heard, digest(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bad_values_put_into_a_param_group_are_refused_on_all_ranks(world: int) -> None:
+    """The group is as it was, the others hear of it, and training goes on, with the same parameters everywhere."""
+    *others, (heard, bits) = run(values_put_in_later, world)
+    for (argument, value), (message, restored) in zip(LATER, heard, strict=True):
+        assert restored
+        assert "param group 0 was changed to what it cannot be, and is again as it was: LARS" in message
+        assert argument in message
+        assert repr(value) in message
+    for told, same in others:
+        assert all("failed" in message and restored for message, restored in told), told
+        assert same == bits
 
 
 NEUTRAL = {"foreach": None, "fused": False, "differentiable": False, "capturable": False}
