@@ -289,6 +289,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._backward.check_untouched()
         self._backward.launch_rest()
+        for index in range(len(self.param_groups)):
+            self._check_changes(index)
         self._finish()
         self._exchanges.raise_if_peer_failed()
         return loss

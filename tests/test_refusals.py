@@ -144,6 +144,33 @@ def test_bad_values_put_into_a_param_group_are_refused_on_all_ranks(world: int) 
         assert same == bits
 
 
+def rates_put_in_between(rank: int, world: int) -> tuple[list[str], bytes]:
+    """On the last rank alone."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, compressor=TopK(0.1))
+    heard = []
+    for step, lr in enumerate(("x", math.nan, None, 0.1)):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        if rank == world - 1:
+            optimizer.param_groups[0]["lr"] = lr
+        heard.append(message_of(optimizer.step))
+    return heard, digest(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bad_rate_between_backward_and_step_leaves_the_step_whole(world: int) -> None:
+    """What was sent is applied with the rate that was there; who put the other in hears why, and its peers that."""
+    *others, (heard, bits) = run(rates_put_in_between, world)
+    for lr, message in zip(("'x'", "nan", "None"), heard, strict=False):
+        assert f"is again as it was: SGD: lr must be finite and >= 0, got {lr}" in message
+    assert heard[3] == "nothing was raised"
+    for told, same in others:
+        assert all("What had been sent was applied on all ranks alike" in message for message in told[:3]), told
+        assert told[3] == "nothing was raised"
+        assert same == bits
+
+
 NEUTRAL = {"foreach": None, "fused": False, "differentiable": False, "capturable": False}
 
 
