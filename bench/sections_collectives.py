@@ -21,9 +21,9 @@ def travel(book: Book) -> str | None:
             if not all(rows.values()):
                 continue
             used += [row for found in rows.values() for row in found]
-            expected = [_expected(rows["alone"][0], case, density, way) for way in COLLECTIVES]
+            expected = [expected_ms(rows["alone"][0], density, way) for way in COLLECTIVES]
             lines.append([f"{nodes_of(case)}, {rate_of(case):g} Gbit/s", f"{density:g}", *map(_medians, rows.values())])
-            lines[-1] += expected
+            lines[-1] += ["dense" if ms is None else f"{ms:.2f}" for ms in expected]
     if not lines:
         return None
     header = ["nodes", "density", "alone", *COLLECTIVES, *(f"{way}, expected" for way in COLLECTIVES)]
@@ -49,13 +49,14 @@ def _medians(rows: Sequence[Record]) -> str:
     return "; ".join(f"{row['value']:.2f}" for row in rows)
 
 
-def _expected(row: Record, case: str, density: float, way: str) -> str:
-    """From the constants of `plan`, on top of the step alone."""
+def expected_ms(row: Record, density: float, way: str) -> float | None:
+    """From the constants of `plan`, on top of the step ``row`` without an exchange; None: it goes dense."""
+    case = row["case"]
     bucket = Bucket(row["elements"], 1.0, _TENSORS, -(-row["elements"] // PAGE), sparse=True)
     cluster = Cluster(nodes_of(case), 1, rate_of(case) * 1e9 / 8)
     shared = -(-cluster.world_size // row["gpus"])
     found = exchange_ms(bucket, Method("topk", density, collective=way), cluster, load(), shared)
-    return "dense" if found is None else f"{row['value'] + found:.2f}"
+    return None if found is None else row["value"] + found
 
 
 def merging(book: Book) -> str | None:

@@ -47,7 +47,7 @@ Memory = MomentumCorrection | Residual | NoMemory
 
 
 def default_memory(compressor: Any, momentum: float) -> Memory:
-    """What is kept where nothing is said of it."""
+    """What is kept where nothing is said of it; what is no momentum is refused by checks.py, which comes after."""
     if getattr(compressor, "variant", None) == "stochastic":
         return NoMemory()
     return MomentumCorrection() if is_number(momentum) and momentum > 0 else Residual()

@@ -232,6 +232,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def admit(self, index: int) -> None:
         """For the backward contract (overlap.py): refuse to launch what was not built for, or cannot be replayed."""
         group = self._buckets[index].treatment.group
+        self._check_changes(group)  # first: to fail takes numbers that are some
         sampler = None if self._sampler is None else self._sampler()
         if sampler is not None:
             sampler.admit()
@@ -241,7 +242,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"parameter {self.name_of(alive)} received a gradient, but its block is inactive in this step, which "
                 "all ranks count on: requires_grad was switched on since the last draw() of JointSpar"
             )
-        self._check_changes(group)
         if self._has_new_plan(group):
             self.fail(
                 f"compressor, memory or decay of group {group} was changed, or its momentum switched on; call "
@@ -279,8 +279,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss (runs with gradients enabled).
 
         Raises:
-            RuntimeError: gradients were changed since backward (see ``overlap.py``), another rank failed, or ranks
-                encode their payloads differently.
+            RuntimeError: gradients were changed since backward (see ``overlap.py``), a param group was changed to what
+                the constructor would have refused, another rank failed, or ranks encode their payloads differently.
         """
         self._exchanges.raise_if_peer_failed()
         loss = None

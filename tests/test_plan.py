@@ -336,7 +336,7 @@ def test_the_verdict_is_of_the_collective_that_it_names(capsys) -> None:
     assert 'collective="split" is the one to use here: gather' in out
     assert "Compressed is faster here" in out
     assert "TopK(0.05), fp32 wire, split" in out.partition("Compressed is faster here")[2].partition("\n")[0]
-    assert "splits were slower than predicted" in out
+    assert "splits of large payloads were slower than predicted" in out
 
 
 def test_a_model_with_nothing_to_compress(capsys) -> None:

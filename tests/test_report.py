@@ -23,6 +23,7 @@ import sections_collectives  # noqa: E402
 import sections_dgc  # noqa: E402
 import sections_ranks  # noqa: E402
 from book import Book, Key  # noqa: E402
+from fusedcomp.plan.cost import COLLECTIVES  # noqa: E402
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -358,6 +359,31 @@ def test_runs_of_collectives_stand_side_by_side(tmp_path: Path) -> None:
     least = 7 * 6 * 0.05 * numel / 1.25e9 * 1e3  # entries of 6 bytes, of seven others, at the nominal rate
     assert least < float(expected) < 1.4 * least
     assert all(0 < float(ms) < float(expected) for ms in others)
+
+
+def test_what_the_texts_say_of_collectives_is_what_was_measured() -> None:
+    """docs/algorithms/sparse-collectives.md, and a sentence of `plan`; a payload of density 0.05 is large."""
+    told = Book(records.RESULTS)
+    cases = {sections_collectives.nodes_of(case): case for case in told.cases("collectives")}
+    assert set(cases) == {2, 4, 8}
+    for nodes, case in cases.items():
+
+        def over(way: str, density: float, case: str = case) -> float:
+            """Measured in the newest run against expected."""
+            alone, row = (sections_collectives.runs(told, case, f"{name}{density:g}")[0] for name in ("alone", way))
+            expected = sections_collectives.expected_ms(alone, density, way)
+            assert expected is not None
+            return row["value"] / expected
+
+        assert all(0.75 < over(way, 0.05) < 1.25 for way in ("gather", "tree"))
+        assert (over("split", 0.05) > 1.25) == (nodes in (4, 8))
+        if nodes in (2, 4):
+            assert all(over(way, 0.001) < 1.0 for way in COLLECTIVES)
+        for density in (0.001, 0.05):
+            rows = {way: sections_collectives.runs(told, case, f"{way}{density:g}")[0] for way in COLLECTIVES}
+            assert min(COLLECTIVES, key=lambda way, rows=rows: rows[way]["value"]) == (
+                "tree" if nodes == 8 else "gather"
+            )
 
 
 def test_merges_stand_beside_taking_in(tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ def report(planner: Planner, cluster: Cluster, density: float) -> str:
         lines.append(break_even(planner, cluster, ours.method))
     lines += _notes(planner, cluster)
     if ours.method.collective == "split":
-        lines.append("On four and eight nodes splits were slower than predicted (docs/benchmarks.md): measure.")
+        lines.append(
+            "On four and eight nodes splits of large payloads were slower than predicted (docs/benchmarks.md): measure."
+        )
     return "\n".join(lines)
 
 

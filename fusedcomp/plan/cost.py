@@ -319,7 +319,9 @@ def _sparse(bucket: Bucket, method: Method, world: int) -> _Message | None:
         if split_is_dearer(split, piece.nbytes, share.nbytes, raw, world):
             return None
         merged = bucket.numel // split.owners, world * k // split.owners
-        return _Message(share.nbytes, "split", bucket.ready, 1, piece.nbytes, split.owners, 1, merged)
+        return _Message(
+            share.nbytes, "split", bucket.ready, piece=piece.nbytes, owners=split.owners, merges=1, merged=merged
+        )  # fmt: skip
     if dense_is_cheaper(payload, raw, world, "tree" if method.collective == "tree" else "gather"):
         return None
     if method.collective != "tree":
